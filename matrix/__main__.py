@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -179,7 +180,11 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:  # of a folder that cannot be written, too
         print(visible(f"python -m matrix: {error}"), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("python -m matrix: interrupted; a stage that passed is kept", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends this ends what it has started, too
     sys.exit(main())

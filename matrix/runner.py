@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
@@ -231,8 +232,8 @@ def _children_seconds() -> float:
 
 
 def _call(command: list[str], log: Path, timeout: float, python: str) -> str:
-    """Run a process and return why it failed; empty if its exit code is 0. The process's children die with it. Programs
-    in the environment of ``python`` come first."""
+    """Run a process and return why it failed; empty if its exit code is 0. What it started dies with it, also where it
+    ends by itself. Programs in the environment of ``python`` come first."""
     path = os.pathsep.join([str(Path(python).parent), os.environ.get("PATH", os.defpath)])
     found = python if command[0] == "python" else shutil.which(command[0], path=path)
     if found is None:
@@ -252,9 +253,9 @@ def _call(command: list[str], log: Path, timeout: float, python: str) -> str:
         except subprocess.TimeoutExpired:
             return f"killed after {timeout:.0f} s"
         finally:
-            if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has left nothing
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            process.wait()
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return "" if code == 0 else f"exit code {code}: {lines[-1].strip('= ') if lines else 'no output'}"
 
@@ -304,4 +305,9 @@ def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, 
         command += ["--parallel", str(jobs), "--parallel-live"]
     given = environments.options([cell.name for cell in cells], folder, _made_anew(cells, variables))
     command += [*given, "-e", ",".join(cell.name for cell in cells), "--", *options]
-    return subprocess.run(command, cwd=config.here().root, env=outer).returncode
+    with subprocess.Popen(command, cwd=config.here().root, env=outer, start_new_session=True) as process:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGTERM)  # each cell ends its stage
+            raise

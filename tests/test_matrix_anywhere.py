@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -149,10 +150,15 @@ def environment(repository: Path, monkeypatch: pytest.MonkeyPatch, *names: str, 
     """How tox is called for these cells, and the file that it reads."""
     called: list[list[str]] = []
 
-    class Done:
-        returncode = 0
+    class Done(contextlib.nullcontext[Any]):
+        def __init__(self, words: list[str], **_: Any) -> None:
+            called.append(words)
+            super().__init__(self)
 
-    monkeypatch.setattr(runner.subprocess, "run", lambda words, **_: called.append(words) or Done())
+        def wait(self) -> int:
+            return 0
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Done)
     runner.tox([cells.load_all()[name] for name in names], 1, ["--workers", "2"], repository / "there", **variables)
     (words,) = called
     file = repository / "there" / "environments" / "tox.ini"

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +21,26 @@ from matrix.cells import Cell
 from matrix.records import CaseVerdict, CellRecord
 from matrix.repository import config
 from matrix.repository.config import Stage
+from tests.import_checks import ROOT
 
 CELL = Cell("tf9.9-trl9.9", "for this test", {}, "test", "0123")
 Stages = Callable[..., tuple[Stage, ...]]
+ONE_CELL = """\
+[tool.matrix]
+product = ["kernels"]
+axes = {}
+[tool.matrix.kinds.only]
+here = true
+stages = ["s"]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one cell, ``only``, whose stage ``s`` a test writes."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / config.FILE).write_text(ONE_CELL)
+    return tmp_path
 
 
 @pytest.fixture
@@ -138,6 +160,42 @@ def test_a_stage_that_takes_too_long_is_killed(stages: Stages, tmp_path: Path) -
     (stage,) = stages(one="def test_a():\n    import time\n    time.sleep(600)\n")
     result = runner.run_stage(stage, tmp_path / "one", 1, timeout=0.5)
     assert (result.status, result.reason.partition(";")[0]) == ("failed", "killed after 0 s")
+
+
+def is_there(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("ends", ["by itself", "SIGTERM", "SIGINT"])
+def test_what_a_stage_started_ends_with_it(ends: str, repository: Path) -> None:
+    """Also where the run is ended from outside: that is exit code 2, and no traceback."""
+    lasts = "sleep 600 & echo $! > pid" + ("" if ends == "by itself" else "; wait")
+    text = (repository / config.FILE).read_text()
+    (repository / config.FILE).write_text(f"{text}\n[tool.matrix.stages.s]\ncommand = \"bash -c '{lasts}'\"\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "matrix", "cell", "only"],
+        cwd=repository,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    pid = repository / "pid"
+    while not (pid.exists() and pid.read_text().strip()):
+        time.sleep(0.05)
+    if ends != "by itself":
+        process.send_signal(getattr(signal, ends))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == (0 if ends == "by itself" else 2), said
+    assert ("interrupted" in said, "Traceback" in said) == (ends != "by itself", False)
+    until = time.monotonic() + 5  # whoever adopted it has noticed
+    while is_there(int(pid.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 ONCE = "import pathlib\ndef test_a(): pathlib.Path('ran').open('a').write('x')\n"
