@@ -74,10 +74,11 @@ def environment() -> dict[str, str]:
     return _by_name([(one.metadata["Name"], one.version) for one in importlib.metadata.distributions()])
 
 
-def _by_name(distributions: Sequence[tuple[str, str]]) -> dict[str, str]:
+def _by_name(distributions: Sequence[tuple[str | None, str | None]]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, version in distributions:  # in the order of sys.path; the first one is imported
-        found.setdefault(records.canonical(name), version.partition("+")[0])
+        if name and version:  # an installation that was broken off has neither
+            found.setdefault(records.canonical(name), version.partition("+")[0])
     return dict(sorted(found.items()))
 
 

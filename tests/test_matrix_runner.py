@@ -267,6 +267,17 @@ def test_of_two_installed_versions_the_imported_one_counts(tmp_path: Path, monke
     assert runner.environment()["some-package"] == "2.0"
 
 
+def test_what_is_half_installed_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    before = runner.environment()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = tmp_path / "python"  # another Python
+    python.symlink_to(sys.executable)
+    assert runner.environment() == before
+    assert "broken" not in runner.environment_of(str(python))[0]
+
+
 def test_the_code_digest_sees_a_change(tmp_path: Path) -> None:
     (tmp_path / "matrix" / "cells").mkdir(parents=True)
     (tmp_path / "tests").mkdir()
