@@ -140,7 +140,8 @@ def run_stages(
     """Run ``stages`` in the environment of ``python``. Returns the record, which is also written to ``folder``.
 
     A stage is kept if it passed in an earlier run, even a killed one, with the same cell file, environment and code of
-    the stage (:class:`Code`). ``fresh`` keeps none.
+    the stage (:class:`Code`). ``fresh`` keeps none. A stage fails if its code changes while it runs, because nobody
+    knows which one ran.
     """
     here, version = (environment(), platform.python_version()) if python == sys.executable else environment_of(python)
     this = {**machine(), "python": version}
@@ -151,8 +152,8 @@ def run_stages(
         if here.get(records.canonical(package)) != version and (this["gpu"] == "none" or package in counts)
     ]
     record = CellRecord(cell.name, cell.digest, code_digest(), commit(), here, this, now(), deviations)
-    sources = Code()
-    codes = {stage.name: sources.digest(stage, on_gpu=this["gpu"] != "none") for stage in stages}
+    sources, on_gpu = Code(), this["gpu"] != "none"
+    codes = {stage.name: sources.digest(stage, on_gpu) for stage in stages}
     kept = {} if fresh else _kept(record, codes, folder)
     for stage in stages:
         result = kept.get(stage.name)
@@ -160,6 +161,9 @@ def run_stages(
             say(f"{cell.name}: {stage.name} ...")
             result = run_stage(stage, folder / record.name / stage.name, workers, this["gpu"], python=python)
             result.code = codes[stage.name]
+            if Code().digest(stage, on_gpu) != result.code:
+                result.status = "failed"
+                result.reason = "; ".join(filter(None, (result.reason, "its code was changed while it ran")))
         again = " (kept from an earlier run)" if stage.name in kept else ""
         say(f"{cell.name}: {describe(result)}{again}")
         record.stages.append(result)

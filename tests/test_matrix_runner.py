@@ -198,6 +198,14 @@ def test_what_a_stage_started_ends_with_it(ends: str, repository: Path) -> None:
         time.sleep(0.05)
 
 
+def test_a_stage_whose_code_changes_while_it_runs_fails(stages: Stages, tmp_path: Path) -> None:
+    """Its record would be of the code before, or of that after, and both may not have run."""
+    record, _ = run(stages(one=GREEN + "def test_b(): open(__file__, 'a').write('# A comment.')\n"), tmp_path)
+    (stage,) = record.stages
+    assert (stage.status, stage.reason) == ("failed", "its code was changed while it ran")
+    assert not record.passed
+
+
 ONCE = "import pathlib\ndef test_a(): pathlib.Path('ran').open('a').write('x')\n"
 
 
