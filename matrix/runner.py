@@ -155,6 +155,7 @@ def run_stages(
     sources, on_gpu = Code(), this["gpu"] != "none"
     codes = {stage.name: sources.digest(stage, on_gpu) for stage in stages}
     kept = {} if fresh else _kept(record, codes, folder)
+    workers = workers if "pytest-xdist" in here else 1
     for stage in stages:
         result = kept.get(stage.name)
         if result is None:

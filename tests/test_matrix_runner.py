@@ -18,7 +18,7 @@ import pytest
 from matrix import __main__ as command
 from matrix import cells, records, runner
 from matrix.cells import Cell
-from matrix.records import CaseVerdict, CellRecord
+from matrix.records import CaseVerdict, CellRecord, StageResult
 from matrix.repository import config
 from matrix.repository.config import Stage
 from tests.import_checks import ROOT
@@ -127,6 +127,22 @@ def test_a_variable_that_is_no_number_of_workers_is_refused(
     monkeypatch.setattr(cells, "select", lambda *_, **__: [CELL])
     assert command.main(["cell", CELL.name]) == 2
     assert f"MATRIX_WORKERS is '{variable}'; it must be a number of pytest workers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("installed", "expected"), [({"pytest-xdist": "3"}, 3), ({"pytest": "9"}, 1)])
+def test_a_cell_without_xdist_has_one_worker(
+    installed: dict[str, str], expected: int, stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def run_stage(stage: Stage, folder: Path, workers: int, *_: str, python: str) -> StageResult:
+        found.append(workers)
+        return StageResult(stage.name, [], "passed")
+
+    monkeypatch.setattr(runner, "run_stage", run_stage)
+    monkeypatch.setattr(runner, "environment", lambda: installed)
+    runner.run_stages(CELL, stages(one=GREEN), tmp_path, workers=3, say=lambda line: None)
+    assert found == [expected]
 
 
 def test_a_failing_case_is_named(stages: Stages, tmp_path: Path) -> None:

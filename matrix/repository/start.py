@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise ValueError(f"{root / config.FILE}: depends on none of {', '.join(AXES)}; name packages with --axes A,B")
     versions = {name: ranges(requirements.get(name, "")) for name in axes}
     patch = arguments.patch
-    tools = PROOF_TOOLS if patch else ("pytest",)
+    tools = PROOF_TOOLS if patch else ("pytest", "pytest-xdist")
     text = configuration(_product(root, data), versions, (root / "tests").is_dir(), patch, tools)
     leading = axes[0]
     sets = {}
