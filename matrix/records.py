@@ -19,6 +19,7 @@ from convergence.arms.quantities import share as share_of_bound
 from convergence.checked import checked, cut, shown
 from convergence.files import Unusable, plain, read_json, reason, write_json
 from matrix.cells import checked_name
+from matrix.repository import config
 
 # Raise this number with every change of a record's fields. A reader rejects unknown schemas.
 SCHEMA = 2
@@ -28,7 +29,7 @@ _NOT_YET: dict[int, dict[str, Any]] = {1: {"code": ""}}
 GOOD = ("equal", "patched", "upstream leaks")
 STATUSES = ("passed", "failed", "nothing ran")
 NAMED_BY = (("name",), ("model", "dtype", "patch"))
-GPU = "-gpu"
+GPU = config.GPU
 NOT_THERE = "absent"  # the verdict on a model that this version of upstream does not have
 
 
@@ -190,8 +191,18 @@ def earlier(folder: Path, name: str) -> CellRecord | None:
 
 
 def load_folder(folder: Path) -> dict[str, CellRecord]:
-    """Every record directly in ``folder``, by file name without extension."""
-    return {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
+    """Every record directly in ``folder``, by name.
+
+    Raises:
+        Unusable: as in :func:`load`, or a file has the name of another record.
+    """
+    found = {path.stem: load(path) for path in sorted(folder.glob("*.json"))}
+    for name, record in found.items():
+        if name != record.name:
+            raise Unusable(
+                f"{folder / name}.json: is the record {shown(record.name)}; allowed is the file of that name"
+            )
+    return found
 
 
 def read_cases(junit: Path) -> tuple[list[str], dict[str, str], dict[str, str]]:

@@ -307,6 +307,7 @@ GOOD_CELL = "# why\ntorch==2.13.0\ntransformers==5.1.0\ntrl==1.0.0\n"
             for name in ("; rm -rf", " x", "$(x)", "\x1b[31m", "ä", "x" * 101, "'", "`x`", "&&")
         ),
         ("-e", GOOD_CELL),
+        ("tf1.0-gpu", GOOD_CELL),
         *(("tf1.0-trl1.0", content) for name, content in RAW.items() if name not in ("100 GB",)),
         ("tf1.0-trl1.0", GOOD_CELL.replace("2.13.0", "")),
         ("tf1.0-trl1.0", GOOD_CELL.replace("2.13.0", "2.13.0==1")),

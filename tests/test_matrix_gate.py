@@ -97,6 +97,17 @@ def test_the_same_records_pass(decide: Gate, tmp_path: Path) -> None:
     assert "## Release gate: pass" in (tmp_path / "gate.md").read_text()
 
 
+def test_a_record_under_the_name_of_another_cell_is_named(
+    decide: Gate, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cells without a requirement file have no digest that would tell."""
+    decide()
+    folder = tmp_path / "records"
+    (folder / "two-gpus-gpu.json").write_text((folder / "project.json").read_text())
+    assert run(tmp_path) == 2
+    assert "two-gpus-gpu.json: is the record 'project' (str)" in capsys.readouterr().err
+
+
 def fail_case(record: CellRecord) -> None:
     last = record.stages[1]
     last.status, last.passed, last.failed = "failed", ["convergence::a"], {"convergence::b": "the reason"}

@@ -24,6 +24,7 @@ _RELEASE = r"[0-9]+(?:\.[0-9]+)*"
 _COMPARISON = re.compile(rf"(>=|>|<=|<|==|!=) *({_RELEASE})")
 _FIELD = re.compile(r"\{([^{}]*)\}")
 PYTEST = "pytest"
+GPU = "-gpu"  # of a record that was made on a GPU, after the name of its cell
 
 
 @dataclass(frozen=True)
@@ -345,6 +346,16 @@ def _words(command: str, where: str) -> list[str]:
     return words
 
 
+def cell_name(name: str, where: str) -> None:
+    """
+    Raises:
+        Unusable: no cell may be called ``name``.
+    """
+    _called(name, where)
+    if name.endswith(GPU):
+        raise Unusable(f"{where} is called {shown(name)}; what ends in {GPU!r} is the record of a cell on a GPU")
+
+
 def _check_kind(
     name: str,
     kind: KindTable,
@@ -353,7 +364,7 @@ def _check_kind(
     kinds: dict[str, KindTable],
     where: str,
 ) -> None:
-    _called(name, where)
+    cell_name(name, where)
     if not kind.stages:
         raise Unusable(f"{where}.stages is empty; allowed are {', '.join(stages) or 'none: there is no stage'}")
     _known(kind.stages, stages, "stage", f"{where}.stages")
@@ -370,7 +381,7 @@ def _check_kind(
         _known(kind.named, axes, "axis", f"{where}.cells")
     _known([*kind.pins, *kind.branches], axes, "axis", f"{where}.{'pins' if kind.pins else 'branches'}")
     if kind.newest:
-        _called(kind.newest, f"{where}.newest")
+        cell_name(kind.newest, f"{where}.newest")
     if kind.gpus < 0 or (kind.gpus and not kind.here):
         raise Unusable(f"{where}.gpus is {kind.gpus}; allowed is a count, and only with here = true")
     if kind.branches and (kind.of not in kinds or not kinds[kind.of].cells):
