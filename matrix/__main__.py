@@ -16,6 +16,17 @@ from matrix import cells, cluster, gate, incidents, new, report, runner, upstrea
 from matrix.repository import config, start, workflow
 
 
+def _count(text: str) -> int:
+    """A number of processes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed is a number, 1 or more")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m matrix", description=__doc__.replace("``", ""))
     top.add_argument("--records", metavar="DIR", type=Path, help="default: what the configuration says")
@@ -27,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     add("list", "the cells, and why each exists")
     run = add("run", "make environments with tox and run cells in them; exit 1 unless every one passes")
     run.add_argument("cells", nargs="*", metavar="cell", help="which; all by default")
-    run.add_argument("-j", "--jobs", type=int, metavar="N", help="cells at a time (1; with --ray, as many as fit)")
+    run.add_argument("-j", "--jobs", type=_count, metavar="N", help="cells at a time (1; with --ray, as many as fit)")
     run.add_argument("--ray", metavar="ADDRESS", help="on the nodes of the Ray cluster at HOST:PORT (or 'auto')")
     run.add_argument("--gpus", type=float, default=0, metavar="N", help="with --ray: GPUs per cell (0)")
     cell = add("cell", "run one cell's stages here, in the environment that runs this (tox calls it)")
@@ -41,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     )
     for command in (run, cell):
         default = "CPUs / jobs; with --ray, 1" if command is run else "the environment's MATRIX_WORKERS, or CPUs"
-        command.add_argument("-n", "--workers", type=int, metavar="N", help=f"pytest workers per cell ({default})")
+        command.add_argument("-n", "--workers", type=_count, metavar="N", help=f"pytest workers per cell ({default})")
         command.add_argument("--fresh", action="store_true", help="repeat stages that passed for this code, too")
     report = add("report", "what the records say; exit 1 unless every cell passed")
     report.add_argument("--markdown", action="store_true", help="as Markdown")
@@ -66,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     gate.add_argument("--accept", metavar="REASON", help="make these records the baseline, and say why")
     gate.add_argument("--cells", metavar="A,B", type=lambda text: text.split(","), default=[], help="only these")
     gate.add_argument("--no-run", action="store_true", help="judge the records that are there")
-    gate.add_argument("-j", "--jobs", type=int, default=1, metavar="N", help="cells at a time (1)")
+    gate.add_argument("-j", "--jobs", type=_count, default=1, metavar="N", help="cells at a time (1)")
     gate.add_argument("--kernels", metavar="FILE", type=Path, help="what python -m benchmarks --json wrote on a GPU")
     gate.add_argument("--without-gpu", action="store_true", help="decide without kernel speed, and say so")
     gate.add_argument("--output", metavar="DIR", type=Path, help="for gate.json and gate.md (next to the records)")

@@ -77,6 +77,15 @@ def test_bad_sources_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [("gate", "-j"), ("run", "-j"), ("run", "-n"), ("cell", "latest", "-n")])
+@pytest.mark.parametrize("number", ["0", "-1", "many"])
+def test_a_number_of_processes_is_one_or_more(arguments: tuple[str, ...], number: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as raised:
+        command.main([*arguments[:-1], f"{arguments[-1]}{number}"])
+    assert raised.value.code == 2
+    assert f"'{number}'; allowed is a number, 1 or more" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_tox_is_asked_for_it_with_its_requirements(code: int, tmp_path: Path, checkout: Path, monkeypatch: Any) -> None:
     monkeypatch.delenv("TOX_ENV_NAME", raising=False)
