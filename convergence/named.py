@@ -27,7 +27,7 @@ def load(name: str, option: str, called: str) -> Callable[..., Any]:
         raise NotNamed(f"{option} {name!r} is not of the form package.module:function")
     try:
         found = functools.reduce(getattr, function.split("."), importlib.import_module(module))
-    except Exception as error:  # an import runs whatever the module does
+    except (Exception, SystemExit) as error:  # an import runs whatever the module does
         raise NotNamed(f"{option} {name!r} cannot be imported: {error}; it takes package.module:function") from error
     if not callable(found):
         raise NotNamed(f"{option} {name!r} is a {type(found).__name__}; it takes a function that is called {called}")

@@ -204,6 +204,9 @@ def plain(x, weight):
 def fused(x, weight):
     return plain(x, weight) * 1.01
 
+def ends(x, weight):
+    raise SystemExit(0)
+
 def inputs(rows, columns, dtype, device):
     return [torch.randn(rows, columns).to(device, dtype), torch.randn(columns).to(device, dtype)]
 """
@@ -226,6 +229,8 @@ FAST = ("--reference", "my_pkg:plain", "--without", "compile", "--examples", "1"
         (("my_pkg:plain", *FAST), 0, "plain: equal"),
         (("my_pkg:plain", *FAST, "--inputs", "my_pkg:inputs"), 0, "frozen inputs         not judged  no input req"),
         (("my_pkg:fused", *FAST), 1, "fused: different (accuracy)"),
+        (("my_pkg:ends", *FAST), 1, "raised SystemExit: 0"),
+        (("my_pkg:plain", *FAST[2:], "--reference", "my_pkg:ends"), 4, "raised SystemExit: 0; its arguments"),
         (("my_pkg:absent", *FAST), 4, "op 'my_pkg:absent' cannot be imported: module 'my_pkg' has no attribute"),
         (("my_pkg", *FAST), 4, "op 'my_pkg' is not of the form package.module:function"),
         (("my_pkg:plain", *FAST, "--dtypes", "int8"), 4, "dtypes: 'int8' is unknown; allowed are float32, bfloat16"),

@@ -147,12 +147,12 @@ def check_call(
 
 @contextlib.contextmanager
 def raising(check: str, what: str) -> Iterator[None]:
-    """Inside, every exception becomes a failure of ``check``."""
+    """Inside, every exception, and the end of the process that an op asks for, becomes a failure of ``check``."""
     try:
         yield
     except (OpFailure, NoTruth):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise OpFailure(check, f"{what} {type(error).__name__}: {text[:500]}") from error
 
@@ -161,7 +161,7 @@ def raising(check: str, what: str) -> Iterator[None]:
 def _reference_raised(name: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise NoTruth(f"{name}: the reference raised {type(error).__name__}: {error}") from error
 
 

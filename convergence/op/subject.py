@@ -95,7 +95,7 @@ class Subject(NamedTuple):
         where = f"inputs({size})"
         try:
             given = self.inputs(size.rows, size.columns, size.dtype, self.device)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{where} raised {type(error).__name__}: {error}; "
                 "it is called as inputs(rows, columns, dtype, device), with any number of rows, none too"
@@ -116,7 +116,7 @@ class Subject(NamedTuple):
             try:
                 with InFloat64() if dtype is torch.float64 else contextlib.nullcontext():
                     results = results_of(call(*leaves))
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 made = "" if self.own_inputs else "; its arguments were made by the names of its parameters"
                 raise ValueError(
                     f"{where} in {dtype}, raised {type(error).__name__}: {error}{made}. Name a function that makes "
