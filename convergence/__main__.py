@@ -134,4 +134,4 @@ def _pytest(*options: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(op.reported(main) if sys.argv[1:2] == ["op"] else main())

@@ -196,6 +196,7 @@ def test_what_cannot_be_judged_is_an_error(arguments: Any, options: Any, message
 
 
 PACKAGE = """
+import os
 import torch
 
 def plain(x, weight):
@@ -206,6 +207,9 @@ def fused(x, weight):
 
 def ends(x, weight):
     raise SystemExit(0)
+
+def ends_at_once(x, weight):
+    os._exit(0)
 
 def inputs(rows, columns, dtype, device):
     return [torch.randn(rows, columns).to(device, dtype), torch.randn(columns).to(device, dtype)]
@@ -259,6 +263,18 @@ def test_a_cpu_runs_the_interpreter(device: str, package: None, monkeypatch: pyt
     with pytest.raises(SystemExit, match="4"):
         main(["op", "my_pkg:absent", *FAST, "--device", device])
     assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("op", "status", "shown"),
+    [("ends_at_once", 1, "different: the op ended its process, with exit code 0"), ("plain", 0, "plain: equal")],
+)
+def test_an_op_that_ends_its_process_is_different(op: str, status: int, shown: str, package: None) -> None:
+    command = [sys.executable, "-m", "convergence", "op", f"my_pkg:{op}", *FAST]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True
+    )
+    assert (done.returncode, shown in done.stdout + done.stderr) == (status, True), done
 
 
 def test_asking_for_the_package_costs_nothing() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
+import signal
 import sys
-from typing import NoReturn
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from convergence.tables import visible
 
 EXAMPLE = "python -m convergence op my_pkg:fused --reference my_pkg:plain [--inputs my_pkg:inputs]"
-EQUAL, DIFFERENT, USAGE = 0, 1, 4
+EQUAL, DIFFERENT, INTERRUPTED, USAGE = 0, 1, 2, 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,45 @@ def error_of(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     parser.exit(USAGE, f"{parser.prog}: error: {visible(message)}\n")
 
 
+def reported(run: Callable[[], int]) -> int:
+    """What ``run()`` returns in a child of this process. An op can end the process that it runs in, with any exit code:
+    it is different where the child did not say what it found."""
+    if not hasattr(os, "fork"):  # Windows
+        return run()
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reads)
+        os.setpgid(0, 0)  # a terminal interrupts the parent, which says so once
+        code = 1
+        try:
+            code = run()
+        except SystemExit as end:  # of argparse
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        os.write(writes, bytes([code]))
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+    os.close(writes)
+    asked: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        asked.append(number)
+        os.kill(child, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, pass_on)
+    with open(reads, "rb") as channel:
+        found = channel.read(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if found or asked:
+        return found[0] if found else INTERRUPTED
+    print(f"different: the op ended its process, with exit code {status}, before it was judged", file=sys.stderr)
+    return DIFFERENT
+
+
 def judge(options: argparse.Namespace) -> int:
     """Print a line for each check as it ends, and what failed; 0 where the op is equal, 1 where it is different.
 
@@ -61,8 +104,9 @@ def judge(options: argparse.Namespace) -> int:
     inputs = load(options.inputs, "--inputs", "with rows, columns, dtype and device") if options.inputs else None
     several = {name: _names(getattr(options, name)) for name in ("overwrites", "without")}
     single = {name: getattr(options, name) for name in ("dtypes", "sums", "views", "launches", "examples", "seed")}
+    show = functools.partial(print, flush=True)
     report = judge_op(
-        op, reference, inputs, device=device, name=options.op.partition(":")[2], show=print,
+        op, reference, inputs, device=device, name=options.op.partition(":")[2], show=show,
         **sizes, **several, **single,
     )  # fmt: skip
     print("\n".join(report.ending()))
