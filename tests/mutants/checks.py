@@ -48,6 +48,8 @@ _formulas = faults("ops.loss.formulas", "test_ops_linear_log_probs.py")
 _counted = faults("ops.loss.counted_rows", "test_ops_counted_rows.py")
 _vocab_parallel = faults("ops.loss.vocab_parallel", "test_ops_vocab_parallel.py")
 
+_causal = faults("convergence.arms.tasks.causal_lm", "test_convergence_power.py")
+_IN_HOOK = "test_a_fault_in_a_hook_is_seen_by_the_statistic_that_is_meant_for_it"
 _STATE_DICT = "test_what_a_patch_changes_in_the_state_dict_is_named"
 _PROCESS = "test_what_a_patch_of_one_model_changes_for_the_whole_process_fails[{}]"
 
@@ -88,8 +90,12 @@ MUTANTS = (
     _runtime("gradient_in_a_negated_view", "The memory of a gradient that is a negated view is taken for its values.",
         "grad is not None and grad.is_neg()", "False", f"{_BITS}[swiglu-negated]"),
     _runtime("second_derivative_of_zeros", "A kernel's gradient counts as a constant when it is differentiated again.",
-        "return guarded(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)",
-        "return backward(ctx, *grads)", "test_a_second_derivative_of_a_loss_is_refused"),
+        "guarded(ctx, *grads) if again else backward(ctx, *grads)",
+        "backward(ctx, *grads)", "test_a_second_derivative_of_a_loss_is_refused"),
+    _runtime("second_derivative_of_a_loss_left_out",
+        "A second derivative is refused only where the gradient that comes in has one.",
+        "grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)", "pass",
+        "test_setups_reading.py::test_a_second_derivative_of_the_fused_loss_is_refused[lm_head.weight]"),
     faults("ops._split_sum")("sum_rounded_in_its_own_memory_from_its_end",
         "A float32 sum is rounded into its own memory from the last numbers on, over others still to be read.",
         "itertools.pairwise(ends)", "reversed(list(<old>))",
@@ -370,6 +376,19 @@ MUTANTS = (
     _compare("row_judged_by_the_size_of_the_others", "The error of a row is measured by the mean size of all rows.",
         "torch.where(size > 0, size, mean)", "mean",
         "test_one_small_row_among_many_fails_by_its_own_size[lost-dtype1]"),
+    _causal("prompts_of_one_length", "No prompt that is decoded begins with padding.",
+        "(places >= torch.arange(len(ids), device=ids.device).unsqueeze(1)).long()", "torch.ones_like(ids)",
+        f"{_IN_HOOK}[rope_of_the_first_row_in_decoding-row error ratio-llama-untied-float32]"),
+    _causal("no_forward_before_a_backward", "No forward comes between another one and its backward.",
+        "step.between is not None", "False",
+        f"{_IN_HOOK}[norm_keeps_its_state_in_the_module-error ratio-llama-untied-float32]"),
+    faults("convergence.arms.train", "test_convergence_power.py")("gradients_in_training_mode_alone",
+        "No gradient is asked for in evaluation mode.", "model.eval()", "pass",
+        f"{_IN_HOOK}[gradient_too_large_in_evaluation-gain-llama-untied-float32]"),
+    faults("convergence.op.command", "test_convergence_op.py")("end_of_an_op_taken_for_its_verdict",
+        "An op that ends its process is equal.", "return DIFFERENT", "return EQUAL",
+        "test_an_op_that_ends_its_process_is_different[ends_at_once-1-different: the op ended its process, with exit "
+        "code 0]", within="reported"),
     _layout("state_dict_without_its_memory", "Weights of the state_dict that became one, or no longer are, go unseen.",
         "first.setdefault(_memory(value), name)", "name", f"{_STATE_DICT}[splits_a_weight-shown5]"),
     _layout("state_dict_read_before_training_only", "What a forward adds to the state_dict is not seen.",

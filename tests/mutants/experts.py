@@ -17,6 +17,10 @@ _FORM = "test_a_call_of_another_form_runs_the_experts_themselves"
 
 # fmt: off
 MUTANTS = (
+    faults("ops._grouped", "test_ops_experts.py")("grouped_product_with_gaps",
+        "Kernels take the rows of torch's grouped product to lie without gaps.",
+        "_grouped_mm(rows, matrices, offs=ends).contiguous()", "_grouped_mm(rows, matrices, offs=ends)",
+        "test_products_whose_rows_have_gaps[torch.float32]"),
     _gate("packed_gate_not_clamped", "The gate is activated as it comes, whatever the limit.",
         "gate = tl.where(inside, LIMIT, gate)", "gate = gate", _REFERENCE),
     _gate("packed_up_clamped_on_one_side", "Up has no lower limit.",

@@ -15,6 +15,9 @@ _DROPOUT = "test_dropout_draws_the_same_in_both_directions"
 
 # fmt: off
 MUTANTS = (
+    _modules("recompute_by_the_modules_of_now", "The backward goes by the mode and adapters that there are by then.",
+        "partial(run, _as_it_is(mlp))", "partial(run, mlp)",
+        "test_a_change_between_forward_and_backward_changes_no_gradient[phi3-rescales]"),
     _sums("recompute_gradients_of_the_last_tile", "Weights have the gradient of the last tile alone.",
         "add_to_sum(total, a, b, 1.0)", "add_to_sum(total, a, b, 0.0)", _IN_TILES),
     _op("recompute_last_tile_lost", "The last tile, which is shorter, adds nothing to the gradients of parameters.",
