@@ -262,8 +262,15 @@ def _call(command: list[str], log: Path, timeout: float, python: str) -> str:
             with contextlib.suppress(ProcessLookupError):  # it has left nothing
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return "" if code == 0 else f"exit code {code}: {lines[-1].strip('= ') if lines else 'no output'}"
+    return "" if code == 0 else f"exit code {code}: {_last_words(log.read_text(encoding='utf-8', errors='replace'))}"
+
+
+def _last_words(output: str) -> str:
+    """The last line of a program's output that is not indented: an indented one adds to a line above it. pytest adds
+    its rootdir to a usage error like that."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    whole = [line for line in lines if not line[0].isspace()] or lines
+    return whole[-1].strip("= ") if whole else "no output"
 
 
 def _collect(stage: Stage, folder: Path, result: StageResult) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -170,6 +171,28 @@ def test_a_stage_that_did_not_do_its_work_fails(
     assert record.stages[0].status == status
     assert reason in record.stages[0].reason
     assert not record.passed
+
+
+def test_the_reason_of_a_usage_error_is_its_line(stages: Stages, tmp_path: Path) -> None:
+    """pytest says after it, indented, where its configuration is."""
+    (stage,) = stages(one=GREEN)
+    wrong = dataclasses.replace(stage, arguments=(*stage.arguments, "--no-such-option"))
+    result = runner.run_stage(wrong, tmp_path / "one", 1)
+    assert result.status == "failed"
+    assert re.match(r"exit code 4: .*error: unrecognized arguments: --no-such-option; no results", result.reason)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ("", "no output"),
+        ("before\n==== 1 failed in 0.1s ====\n\n", "1 failed in 0.1s"),
+        ("Traceback:\n  File\nValueError: two lines\n  of it\n", "ValueError: two lines"),
+        ("  all\n  indented", "indented"),
+    ],
+)
+def test_the_last_words_of_a_program(output: str, words: str) -> None:
+    assert runner._last_words(output) == words
 
 
 def test_a_stage_that_takes_too_long_is_killed(stages: Stages, tmp_path: Path) -> None:
