@@ -41,7 +41,9 @@ def list_cells() -> int:
 
 def print_jobs() -> int:
     """``{"include": [{"cell": name}, ...]}``: what ``strategy.matrix`` takes."""
-    print(json.dumps({"include": [{"cell": name} for name in cells.load_all()]}))
+    known = cells.load_all()
+    cells.refuse_none(known.values())
+    print(json.dumps({"include": [{"cell": name} for name in known]}))
     return 0
 
 
