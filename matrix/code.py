@@ -51,9 +51,9 @@ class Code:
         return digest.hexdigest()[:16]
 
     def stale(self, record: CellRecord, kind: str, whole: str) -> list[str]:
-        """The stages of ``record``, of a cell of this ``kind``, that are not of this code: other code ran, or they did
-        not exist. A record that says nothing of its stages is of this code where ``whole``, the digest of all source,
-        is its own."""
+        """The stages of ``record``, of a cell of this ``kind``, that are not of this code: other code ran, or a
+        complete record lacks them. A record that says nothing of its stages is of this code where ``whole``, the digest
+        of all source, is its own."""
         stages, on_gpu = {stage.name: stage for stage in config.here().stages[kind]}, record.machine["gpu"] != "none"
         other = []
         for result in record.stages:
@@ -64,7 +64,9 @@ class Code:
             if is_stale:
                 other.append(result.name)
         ran = {result.name for result in record.stages}
-        new = [name for name in stages if name not in ran] if record.complete and record.code != whole else []
+        # A record's word that it is complete, and of this code, is no proof that it has every stage. A partial record
+        # says itself that it lacks some.
+        new = [name for name in stages if name not in ran] if record.complete else []
         return other + new
 
     def files(self, arguments: Sequence[str], collects: bool = True) -> set[Path]:

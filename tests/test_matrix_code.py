@@ -139,6 +139,16 @@ def test_a_record_that_says_nothing_of_its_stages_is_of_the_code_that_it_names()
     assert Code().stale(record, "versions", "other") == [stage.name for stage in stages]
 
 
+@pytest.mark.parametrize("code", ["whole", "other"])
+def test_a_whole_record_that_lacks_a_stage_of_its_cell_is_stale(code: str) -> None:
+    """Whatever code it says that it is of. A partial record says itself that it lacks stages."""
+    sources, *earlier, last = Code(), *STAGES["versions"]
+    ran = [StageResult(s.name, [], "passed", code=sources.digest(s, on_gpu=False)) for s in earlier]
+    record = CellRecord("tf9.9-trl9.9", "", code, "", {}, {"gpu": "none"}, "", [], ran, True)
+    assert sources.stale(record, "versions", "whole") == [last.name]
+    assert sources.stale(dataclasses.replace(record, complete=False), "versions", "whole") == []
+
+
 def test_records_of_the_schema_before_are_read(tmp_path: Path) -> None:
     accepted = baseline.load()
     assert accepted is not None
