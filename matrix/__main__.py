@@ -146,8 +146,7 @@ def ci(arguments: argparse.Namespace) -> int:
 
 
 def report_all(arguments: argparse.Namespace) -> int:
-    known = cells.load_all().values()
-    cells.refuse_none(known)
+    known = [*cells.load_all().values(), *cells.in_place().values()]
     return report.show(arguments.records, known, arguments.markdown)
 
 

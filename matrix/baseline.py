@@ -16,7 +16,7 @@ from convergence.checked import checked
 from convergence.files import Unusable, read_json, write_json
 from convergence.tables import first_line
 from matrix import records
-from matrix.cells import checked_name
+from matrix.cells import checked_name, made_by
 from matrix.records import NOT_THERE, CellRecord, StageResult, share
 from matrix.repository import config
 
@@ -82,7 +82,8 @@ def broken(
     for name, digest in required.items():
         record = found.get(name)
         if record is None:
-            yield Difference(name, "missing record", name, "it has not run; python -m matrix run makes it")
+            detail = f"it has not run; {made_by(name.removesuffix(records.GPU))} makes it"
+            yield Difference(name, "missing record", name, detail)
             continue
         if stale[name] or record.digest != digest:
             what = f"of other code in {', '.join(stale[name])}" if stale[name] else "of another cell file"

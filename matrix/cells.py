@@ -49,6 +49,11 @@ def in_place() -> dict[str, Cell]:
     return {name: Cell(name, kind.does, {}, name, "", gpus=kind.gpus) for name, kind in kinds.items() if kind.here}
 
 
+def made_by(name: str) -> str:
+    """The command that makes the record of a cell."""
+    return f"python -m matrix cell {name}" if name in in_place() else "python -m matrix run"
+
+
 def checked_name(name: str, where: str) -> str:
     """``name``, if a cell may be called so; ``where`` it was found.
 
@@ -127,4 +132,5 @@ def refuse_none(chosen: Collection[Cell]) -> None:
         ValueError: there is no cell, so whatever is asked of every cell would be true.
     """
     if not chosen:
-        raise ValueError(f"there is no cell: {config.here().cells} has no requirement file")
+        others = f"; python -m matrix cell runs what needs none: {', '.join(here)}" if (here := in_place()) else ""
+        raise ValueError(f"there is no cell: {config.here().cells} has no requirement file{others}")

@@ -219,6 +219,67 @@ def test_there_is_no_census_outside_of_the_checkout(
     assert "it runs in a checkout of it only" in capsys.readouterr().err
 
 
+HERE = """
+[tool.matrix.stages.unit]
+command = "pytest unit.py"
+
+[tool.matrix.kinds.unit]
+here = true
+stages = ["unit"]
+
+[tool.matrix.kinds.many]
+here = true
+gpus = 8
+stages = ["unit"]
+"""
+
+
+@pytest.mark.parametrize("names", [(), (CELL,)], ids=["alone", "with another"])
+def test_a_cell_of_the_environment_that_is_there_counts(
+    names: tuple[str, ...], repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As any other does. What needs GPUs counts where it has a record."""
+    monkeypatch.setattr(runner, "gpu", lambda: "none")
+    (repository / "pyproject.toml").write_text(CONFIGURATION + HERE)
+    (repository / "unit.py").write_text("def test_a(): pass\n")
+    for path in config.here().cells.iterdir():
+        if path.stem not in names:
+            path.unlink()
+    for name in names:
+        assert command.main(["cell", name, "--workers", "1"]) == 0
+    assert command.main(["report"]) == 1
+    assert "it has not run; python -m matrix cell unit makes it" in capsys.readouterr().out
+    assert command.main(["gate", "--no-run", "--cells", "unit"]) == 1
+    assert "it has not run; python -m matrix cell unit makes it" in capsys.readouterr().out
+    assert command.main(["gate", "--no-run", "--cells", "many"]) == 1
+    assert "it has not run; python -m matrix cell many makes it" in capsys.readouterr().out
+    assert command.main(["cell", "unit", "--workers", "1"]) == 0
+    assert command.main(["report"]) == 0
+    (repository / "unit.py").write_text("def test_a(): assert False\n")
+    assert command.main(["cell", "unit", "--workers", "1"]) == 1
+    capsys.readouterr()
+    assert command.main(["report", "--markdown"]) == 1
+    rows = [line.split(" | ")[:2] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == [*([f"| {name}", "passed"] for name in names), ["| unit", "failed"]]
+    monkeypatch.setattr(runner, "gpu", lambda: "a GPU")
+    assert command.main(["cell", "many", "--workers", "1"]) == 1
+    capsys.readouterr()
+    assert command.main(["report", "--markdown"]) == 1
+    assert "| many-gpu | failed | " in capsys.readouterr().out
+
+
+def test_a_command_that_takes_none_of_these_cells_names_them(
+    repository: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (repository / "pyproject.toml").write_text(CONFIGURATION + HERE)
+    for path in config.here().cells.iterdir():
+        path.unlink()
+    for name in ("run", "ci"):
+        assert command.main([name]) == 2
+        said = "has no requirement file; python -m matrix cell runs what needs none: unit, many\n"
+        assert capsys.readouterr().err.endswith(said)
+
+
 def test_the_jobs_of_a_ci(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["ci"]) == 0
     assert json.loads(capsys.readouterr().out) == {"include": [{"cell": CELL}, {"cell": "latest"}]}
