@@ -13,11 +13,9 @@ import fnmatch
 import hashlib
 import json
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from convergence.files import Unusable
 from matrix.records import CellRecord
 from matrix.repository import config
 from matrix.repository.config import PYTEST, Stage
@@ -27,9 +25,11 @@ SUFFIXES = (
     *(".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".inl", ".hip", ".metal"),
 )
 # What decides how any stage runs, next to the configuration: how the package is built, and how pytest is called.
-_SETTINGS = ("setup.py", "setup.cfg", "pytest.ini", "tox.ini")
+_SETTINGS = ("setup.py", "setup.cfg", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini")
 _TESTS = ("test_*.py", "*_test.py")  # what pytest collects of a folder
-_MODULE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+# Options of pytest whose value is the next word, and no path to collect.
+_VALUED = ("-k", "-m", "-c", "-p", "-o", "-W", "-n", "--deselect", "--rootdir", "--confcutdir", "--basetemp")
+_MODULE = re.compile(r"(?=.{1,200}$)[A-Za-z_][\w-]*(\.[\w-]+)*")
 _PATH = re.compile(r"[\w./-]{1,200}")
 
 
@@ -43,12 +43,16 @@ class Code:
 
     def digest(self, stage: Stage, on_gpu: bool) -> str:
         """Of what ``stage`` runs, and of its arguments."""
-        arguments = stage.on_gpu if stage.on_gpu and on_gpu else stage.arguments
         program = () if stage.program == PYTEST else (stage.program,)
-        digest = hashlib.sha256("\0".join((*program, *arguments)).encode())
-        for path in sorted(self.files(arguments, stage.program == PYTEST)):
-            digest.update(f"\0{path.relative_to(self._root).as_posix()}\0{self._digest(path)}".encode())
+        digest = hashlib.sha256("\0".join((*program, *_arguments(stage, on_gpu))).encode())
+        for name, of_file in self.digests(stage, on_gpu).items():
+            digest.update(f"\0{name}\0{of_file}".encode())
         return digest.hexdigest()[:16]
+
+    def digests(self, stage: Stage, on_gpu: bool) -> dict[str, str]:
+        """Of each file that ``stage`` reads."""
+        paths = sorted(self.files(_arguments(stage, on_gpu), stage.program == PYTEST))
+        return {path.relative_to(self._root).as_posix(): self._digest(path) for path in paths}
 
     def stale(self, record: CellRecord, kind: str, whole: str) -> list[str]:
         """The stages of ``record``, of a cell of this ``kind``, that are not of this code: other code ran, or a
@@ -87,19 +91,34 @@ class Code:
         return found | all_read
 
     def _named(self, arguments: Sequence[str], collects: bool) -> Iterator[Path]:
-        """What the arguments name: modules, files, and of folders the test files that pytest collects."""
-        words, tops, ignored = iter(arguments), [], []
+        """What the arguments name: modules, files, and of folders what is source or, for pytest, what it collects.
+        Without any test, pytest collects the configured ones."""
+        words, named, collected, ignored = iter(arguments), [], [], []
         for word in words:
-            text = word.rpartition("=")[2]
-            if word in ("--ignore", "--ignore-glob"):
-                ignored.append(str(self._root / next(words, "")))
-            elif text and (path := self._root / text.partition("::")[0]).exists():
-                tops.append(path)
+            option, _, value = word.partition("=")
+            if collects and option in ("--ignore", "--ignore-glob"):
+                ignored.append(str(self._root / (value or next(words, ""))))
+            elif collects and word in _VALUED:
+                named.append(next(words, ""))
+            elif option.startswith("-"):
+                named.append(value)
             else:
-                yield from self._modules(text.partition(":")[0])
-        if collects and not tops and "--pyargs" not in arguments:
-            tops = [self._root / name for name in config.here().tests]
-        for top in tops:
+                collected.append(word)
+        tests = list(self._tests(collected, ignored)) if collects else []
+        if collects and not tests and "--pyargs" not in arguments:
+            tests = list(self._tests(config.here().tests, ignored))
+        yield from tests
+        for word in (*named, *collected):
+            path = config.place(self._root, word)
+            if path is None:
+                module = word.partition(":")[0]
+                yield from (*self._modules(module), *self._modules(f"{module}.__main__"))
+            elif path.is_file() or not collects:
+                yield from _below(path)
+
+    def _tests(self, words: Iterable[str], ignored: Sequence[str]) -> Iterator[Path]:
+        """The files that pytest collects of these places."""
+        for top in filter(None, (config.place(self._root, word) for word in words)):
             for path in (path for path in _below(top) if top.is_file() or any(map(path.match, _TESTS))):
                 if not any(fnmatch.fnmatch(str(path), pattern) for pattern in ignored):
                     yield path
@@ -133,6 +152,10 @@ class Code:
         return self._digests[path]
 
 
+def _arguments(stage: Stage, on_gpu: bool) -> Sequence[str]:
+    return stage.on_gpu if stage.on_gpu and on_gpu else stage.arguments
+
+
 def _without_matrix(path: Path) -> bytes:
     """A pyproject.toml without the configuration of the matrix: each stage's own words are in its digest already."""
     data = config.read(path)
@@ -142,25 +165,20 @@ def _without_matrix(path: Path) -> bytes:
 
 def _names(path: Path, root: Path) -> Iterator[str]:
     """What may be a module or a path: what is imported, and every text. pytest imports from the folder of a test, and
-    of each conftest.py, too.
-
-    Raises:
-        Unusable: it is not Python, or not that of this version.
-    """
+    of each conftest.py, too. What is no Python of this version names nothing."""
     package = path.relative_to(root).parent.parts
     folders = [package[:i] for i in range(len(package) + 1)]
     try:
         parsed = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError) as error:  # ValueError: a null byte, up to Python 3.11
-        version = ".".join(map(str, sys.version_info[:2]))
-        raise Unusable(f"{path}: is no Python {version}, so nothing tells what it runs: {error}") from error
+    except (SyntaxError, ValueError):  # ValueError: a null byte, up to Python 3.11
+        return
     for node in ast.walk(parsed):
         if isinstance(node, ast.Import):
             yield from (".".join([*above, alias.name]) for alias in node.names for above in folders)
         elif isinstance(node, ast.ImportFrom):
             for above in [package[: len(package) - node.level + 1]] if node.level else folders:
                 base = [*above, *([node.module] if node.module else [])]
-                yield from (".".join([*base, alias.name]) for alias in node.names)
+                yield from (".".join([*base, alias.name]).removesuffix(".*") for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value.partition(":")[0]
             if _PATH.fullmatch(text) and not text.startswith((".", "/")):

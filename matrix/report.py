@@ -48,8 +48,8 @@ def print_jobs() -> int:
 
 
 def show(folder: Path, known: Collection[Cell], markdown: bool = False) -> int:
-    """Print what the records of these cells say; 1 unless every one is of this code and passed. As at the gate, what
-    needs GPUs may have none.
+    """Print what the records of these cells say; 1 unless every one is of this code and passed. A cell that ``run``
+    does not run, because it needs GPUs or has no requirement file, may have none.
 
     Raises:
         ValueError: there is nothing to say anything of.
@@ -57,7 +57,8 @@ def show(folder: Path, known: Collection[Cell], markdown: bool = False) -> int:
     found = records.load_folder(folder)
     code, sources = runner.code_digest(), Code()
     on_gpu = {f"{cell.name}{records.GPU}": cell for cell in known}
-    wanted = {cell.name: cell for cell in known if not cell.gpus}
+    by_hand = {name for name in cells.in_place() if name not in found}
+    wanted = {cell.name: cell for cell in known if not cell.gpus and cell.name not in by_hand}
     wanted |= {name: cell for name, cell in on_gpu.items() if name in found}
     cells.refuse_none(wanted.values())
     rows, good = [], True
@@ -76,9 +77,7 @@ def show(folder: Path, known: Collection[Cell], markdown: bool = False) -> int:
 
 def _row(name: str, record: CellRecord | None, fresh: bool) -> tuple[str, ...]:
     if record is None:
-        is_here = name in cells.in_place()
-        rest = f"; {cells.made_by(name)} makes it" if is_here else ", or its environment could not be made"
-        return name, "no record", "", "", "", f"it has not run{rest}"
+        return name, "no record", "", "", "", "it has not run, or its environment could not be made"
     stages = [f"{s.name} {len(s.passed)}/{len(s.failed)}/{len(s.skipped)} in {s.seconds:.0f}" for s in record.stages]
     reasons = [f"{stage.name}: {stage.reason}" for stage in record.stages if stage.status != "passed"]
     result = "passed" if record.passed else "failed" if reasons else "partial"

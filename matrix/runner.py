@@ -162,9 +162,9 @@ def run_stages(
             say(f"{cell.name}: {stage.name} ...")
             result = run_stage(stage, folder / record.name / stage.name, workers, this["gpu"], python=python)
             result.code = codes[stage.name]
-            if Code().digest(stage, on_gpu) != result.code:
+            if changed := _changed(sources.digests(stage, on_gpu), Code().digests(stage, on_gpu)):
                 result.status = "failed"
-                result.reason = "; ".join(filter(None, (result.reason, "its code was changed while it ran")))
+                result.reason = "; ".join(filter(None, (result.reason, f"{changed} changed while it ran")))
         again = " (kept from an earlier run)" if stage.name in kept else ""
         say(f"{cell.name}: {describe(result)}{again}")
         record.stages.append(result)
@@ -232,6 +232,12 @@ def _pytest(stage: Stage, arguments: Sequence[str], folder: Path, workers: int) 
     return [*command, "-p", "no:cacheprovider", "--junitxml", str(folder / "junit.xml")]
 
 
+def _changed(before: dict[str, str], after: dict[str, str]) -> str:
+    """Which files differ: the first, and how many others."""
+    first, *others = sorted({name for name, _ in before.items() ^ after.items()}) or [""]
+    return f"{first} and {len(others)} more" if others else first
+
+
 def _children_seconds() -> float:
     times = os.times()
     return times.children_user + times.children_system
@@ -259,7 +265,8 @@ def _call(command: list[str], log: Path, timeout: float, python: str) -> str:
         except subprocess.TimeoutExpired:
             return f"killed after {timeout:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # it has left nothing
+            # It has left nothing; macOS says PermissionError of a process that nobody has waited for.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return "" if code == 0 else f"exit code {code}: {_last_words(log.read_text(encoding='utf-8', errors='replace'))}"
@@ -322,5 +329,7 @@ def tox(cells: Sequence[Cell], jobs: int, options: Sequence[str], folder: Path, 
         try:
             return process.wait()
         except KeyboardInterrupt:
-            os.killpg(process.pid, signal.SIGTERM)  # each cell ends its stage
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGTERM)  # each cell ends its stage
+            process.wait()  # and writes its record
             raise

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from convergence.files import Unusable
 from matrix import baseline, records
 from matrix.code import Code
 from matrix.records import CellRecord, StageResult
@@ -116,10 +115,35 @@ def test_what_the_arguments_name_decides_it(program: str, arguments: tuple[str, 
     assert Code(root).digest(stage, on_gpu=False) != before
 
 
-def test_a_test_that_is_not_python_is_named(root: Path) -> None:
+def test_a_file_that_is_not_python_counts_and_names_nothing(root: Path) -> None:
+    """pytest says what is wrong with it."""
+    before = Code(root).digest(STAGE, on_gpu=False)
     (root / "tests" / "test_ops_one.py").write_text("def")
-    with pytest.raises(Unusable, match=r"test_ops_one\.py: is no Python 3"):
-        Code(root).digest(STAGE, on_gpu=False)
+    assert Code(root).digest(STAGE, on_gpu=False) != before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--cov=tools",),
+        ("--cov", "tools"),
+        ("--ignore=tests/test_ops_two.py",),
+        ("--deselect", "tests/test_ops_two.py::test"),
+        ("-k", "tools"),
+        ("--basetemp=/",),
+        ("-c", "x" * 300),
+    ],
+    ids=str,
+)
+def test_the_value_of_an_option_is_nothing_that_pytest_collects(arguments: tuple[str, ...], root: Path) -> None:
+    assert root / "tests" / "test_out.py" in Code(root).files(arguments)
+
+
+def test_what_a_package_runs_and_what_a_star_imports(root: Path) -> None:
+    (root / "tools" / "__main__.py").write_text("from tests.star import *")
+    (root / "tests" / "star.py").write_text("")
+    assert {root / "tools" / "__main__.py", root / "tests" / "star.py"} < Code(root).files(("-m", "tools"), False)
+    assert root / "tools" / "__main__.py" in Code(root).files(("tools",), False)
 
 
 def test_no_cell_of_versions_runs_the_pages_and_the_project_runs_every_test() -> None:

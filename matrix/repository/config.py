@@ -255,11 +255,11 @@ def load(root: Path) -> Config:
         _known([axis.follows] if axis.follows else [], axes, "axis", f"{where}.axes.{name}.follows")
     stages = {name: _stage(name, table, f"{where}.stages.{name}") for name, table in top.stages.items()}
     for name, stage in stages.items():
-        places = [word for word in stage.arguments if word and (root / word.partition("::")[0]).exists()]
-        if stage.program == PYTEST and not (top.tests or places or "--pyargs" in stage.arguments):
-            raise Unusable(
-                f"{where}.stages.{name}: pytest is given no path, and {where}.tests is empty; name its tests"
-            )
+        for words in (stage.arguments, stage.on_gpu) if stage.program == PYTEST and not top.tests else ():
+            if words and "--pyargs" not in words and not any(place(root, word) for word in words):
+                raise Unusable(
+                    f"{where}.stages.{name}: pytest is given no path, and {where}.tests is empty; name its tests"
+                )
     kinds: dict[str, KindTable] = {
         name: _table(table, KindTable, f"{where}.kinds.{name}") for name, table in top.kinds.items()
     }
@@ -344,6 +344,15 @@ def _words(command: str, where: str) -> list[str]:
     if not words:
         raise Unusable(f"{where} is empty; allowed is a command, such as 'pytest tests'")
     return words
+
+
+def place(root: Path, word: str) -> Path | None:
+    """The file or folder below ``root`` that a word of a command names, if it names one."""
+    path = root / word.partition("::")[0]
+    try:
+        return path if word and path.exists() and path.resolve().is_relative_to(root.resolve()) else None
+    except (OSError, ValueError):  # a word that is too long for a name, or has a null byte
+        return None
 
 
 def cell_name(name: str, where: str) -> None:
