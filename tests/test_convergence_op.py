@@ -267,7 +267,10 @@ def test_a_cpu_runs_the_interpreter(device: str, package: None, monkeypatch: pyt
 
 @pytest.mark.parametrize(
     ("op", "status", "shown"),
-    [("ends_at_once", 1, "different: the op ended its process, with exit code 0"), ("plain", 0, "plain: equal")],
+    [
+        ("ends_at_once", 1, "the process of the op ended before it was judged, with exit code 0"),
+        ("plain", 0, "plain: equal"),
+    ],
 )
 def test_an_op_that_ends_its_process_is_different(op: str, status: int, shown: str, package: None) -> None:
     command = [sys.executable, "-m", "convergence", "op", f"my_pkg:{op}", *FAST]

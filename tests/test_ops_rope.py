@@ -193,6 +193,15 @@ def test_a_result_that_nobody_uses(device, used) -> None:
     assert gradients[1 - used] is None
 
 
+def test_its_gradient_is_a_constant_of_q(device) -> None:
+    """So whoever differentiates a sum of results again gets the right number. What comes in is another matter."""
+    q, k = (randn(2, heads, 5, 16, dtype=torch.float32, device=device) for heads in (4, 2))
+    a, b = rope(q, k, *angles(1, 5, 16, torch.float32, device))
+    (first,) = torch.autograd.grad(a.sum() + b.sum(), q, create_graph=True)
+    ((q**2).sum() + (first * q).sum()).backward()
+    torch.testing.assert_close(q.grad, 2 * q.detach() + first.detach())
+
+
 def test_angles_that_require_a_gradient_run_the_reference(device) -> None:
     q, k = (randn(2, heads, 5, 16, dtype=torch.float32, device=device) for heads in (4, 2))
     cos, sin = (x.requires_grad_() for x in angles(1, 5, 16, torch.float32, device))

@@ -107,8 +107,8 @@ def call(
         except EOFError:
             process.join(max(0.0, deadline - time.monotonic()))
             over = process.exitcode is None or time.monotonic() >= deadline
-            how = f"it ran for more than {timeout:g} s" if over else _how(process.exitcode)
-            problem = f"the process of its own died: {how}"
+            ended = f"it ran for more than {timeout:g} s" if over else how(process.exitcode)
+            problem = f"the process of its own died: {ended}"
         except border.NotPlain as error:
             problem = f"what its own process sent is no result: {error}"
         finally:
@@ -293,7 +293,8 @@ def _run(call: bytes, send: Callable[[str, Any], None]) -> None:
         send(_RETURNED, function(*args))
 
 
-def _how(code: int) -> str:
+def how(code: int) -> str:
+    """A process ended, in words."""
     if code >= 0:
         return f"exit code {code}"
     try:

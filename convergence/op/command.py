@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import signal
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from convergence.arms.isolate import how
 from convergence.tables import visible
 
 EXAMPLE = "python -m convergence op my_pkg:fused --reference my_pkg:plain [--inputs my_pkg:inputs]"
@@ -46,41 +48,56 @@ def error_of(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 def reported(run: Callable[[], int]) -> int:
     """What ``run()`` returns in a child of this process. An op can end the process that it runs in, with any exit code:
-    it is different where the child did not say what it found."""
-    if not hasattr(os, "fork"):  # Windows
+    it is different where the child did not say what it found. Windows has no such children."""
+    if not hasattr(os, "fork"):
         return run()
     reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reads)
-        os.setpgid(0, 0)  # a terminal interrupts the parent, which says so once
-        code = 1
-        try:
-            code = run()
-        except SystemExit as end:  # of argparse
-            code = end.code if isinstance(end.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        os.write(writes, bytes([code]))
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
-    os.close(writes)
-    asked: list[int] = []
+    child, asked = 0, []
 
     def pass_on(number: int, frame: Any) -> None:
         asked.append(number)
-        os.kill(child, number)
+        if child:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
-    with open(reads, "rb") as channel:
-        found = channel.read(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _end(run, writes)
+    try:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    os.close(writes)
+    os.set_blocking(reads, False)  # what the op started may hold the other end
+    found = b""
+    with open(reads, "rb", buffering=0) as channel:
+        found = channel.read(1) or b""
     if found or asked:
         return found[0] if found else INTERRUPTED
-    print(f"different: the op ended its process, with exit code {status}, before it was judged", file=sys.stderr)
+    print(f"different: the process of the op ended before it was judged, with {how(status)}", file=sys.stderr)
     return DIFFERENT
+
+
+def _end(run: Callable[[], int], channel: int) -> NoReturn:
+    """End this process as ``run`` says, and write its exit code to ``channel``."""
+    code = DIFFERENT
+    try:
+        code = run()
+    except SystemExit as end:  # of argparse
+        code = end.code if isinstance(end.code, int) else DIFFERENT
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os.write(channel, bytes([code & 255]))
+    os._exit(code & 255)
 
 
 def judge(options: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ angles it is the rotation by the negative angle:
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Annotated, Any, NamedTuple
 
@@ -348,7 +349,7 @@ class RopeFunction(torch.autograd.Function):
         return tuple(y for y in outputs if y is not None)
 
     @staticmethod
-    @backward_once
+    @functools.partial(backward_once, is_linear=True)
     def backward(ctx: Any, *d_outs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         dq_out, dk_out = (*d_outs, None)[:2]

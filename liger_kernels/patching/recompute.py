@@ -13,7 +13,6 @@ saves, and the report counts the reason.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -52,6 +51,8 @@ def in_tiles(mlp: nn.Module, run: Run, x: Tensor) -> Tensor:
         fallbacks[f"recompute='mlp' kept what an MLP saves: {reason}"] += 1
         return run(mlp, x, False)
     trained = [p for p in parameters if p.requires_grad]
+    if not torch.is_grad_enabled():  # as in the forward of a reentrant checkpoint
+        return _forward(run, mlp, x)
     state, first = _Surroundings(x.device), saves_first()
     y: Tensor = _TiledFunction.apply(run, mlp, x, state, first, *trained)
     return Computed.apply(partial(_forward, run, mlp, x), y) if first else y
@@ -72,12 +73,9 @@ def _obstacle(mlp: nn.Module, parameters: Sequence[Tensor]) -> str | None:
 
 
 def _as_it_is(module: nn.Module) -> nn.Module:
-    """A shallow copy of ``module`` and of what is inside, with the same parameters and buffers."""
-    clone: nn.Module = object.__new__(type(module))
-    state = clone.__dict__
-    for name, value in module.__dict__.items():
-        state[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-    state["_modules"].update({name: _as_it_is(child) for name, child in module._modules.items() if child is not None})
+    """Copies of ``module`` and of what is inside, with the same parameters and buffers."""
+    clone: nn.Module = probe.shallow_copy(module)
+    clone._modules.update({name: _as_it_is(child) for name, child in module._modules.items() if child is not None})
     return clone
 
 
@@ -116,8 +114,7 @@ class _TiledFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         keep(ctx, trained)
-        if any(ctx.needs_input_grad):
-            ctx.run, ctx.state = partial(run, _as_it_is(mlp)), state
+        ctx.run, ctx.state = partial(run, _as_it_is(mlp)), state
         if not first:
             return _forward(run, mlp, x)
         return anchor(x.shape, autocast_dtype(x.device) or x.dtype, x.device)

@@ -94,7 +94,7 @@ MUTANTS = (
         "backward(ctx, *grads)", "test_a_second_derivative_of_a_loss_is_refused"),
     _runtime("second_derivative_of_a_loss_left_out",
         "A second derivative is refused only where the gradient that comes in has one.",
-        "grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)", "pass",
+        "grads = tuple([_with_derivative(grad) for grad in grads])", "pass",
         "test_setups_reading.py::test_a_second_derivative_of_the_fused_loss_is_refused[lm_head.weight]"),
     faults("ops._split_sum")("sum_rounded_in_its_own_memory_from_its_end",
         "A float32 sum is rounded into its own memory from the last numbers on, over others still to be read.",
@@ -387,8 +387,8 @@ MUTANTS = (
         f"{_IN_HOOK}[gradient_too_large_in_evaluation-gain-llama-untied-float32]"),
     faults("convergence.op.command", "test_convergence_op.py")("end_of_an_op_taken_for_its_verdict",
         "An op that ends its process is equal.", "return DIFFERENT", "return EQUAL",
-        "test_an_op_that_ends_its_process_is_different[ends_at_once-1-different: the op ended its process, with exit "
-        "code 0]", within="reported"),
+        "test_an_op_that_ends_its_process_is_different[ends_at_once-1-the process of the op ended before it "
+        "was judged, with exit code 0]", within="reported"),
     _layout("state_dict_without_its_memory", "Weights of the state_dict that became one, or no longer are, go unseen.",
         "first.setdefault(_memory(value), name)", "name", f"{_STATE_DICT}[splits_a_weight-shown5]"),
     _layout("state_dict_read_before_training_only", "What a forward adds to the state_dict is not seen.",

@@ -35,6 +35,7 @@ from convergence.models.data import IGNORE, Batch, Step
 
 PROMPT_TOKENS = 7
 GENERATED_TOKENS = 4
+CHANGED_LATER = "the logits that the caller holds changed in a later forward"
 
 
 class CausalLM(Task):
@@ -76,6 +77,9 @@ class CausalLM(Task):
                 result.record(TRAINING_LOGITS, at, logits)
             if step.between is not None:
                 model(**step.labelled(step.between))
+                if before is not None and bool(differ(logits.detach(), before)):
+                    result.complaints.append(Remark(at, CHANGED_LATER))
+                    before = None
             (loss * step.scale).backward()
             if before is not None and bool(differ(logits.detach(), before)):
                 result.complaints.append(Remark(at, "the logits that the caller holds changed during backward"))
@@ -113,7 +117,7 @@ class CausalLM(Task):
                 result.record(EVALUATION_LOGITS, at, logits)
                 held.append((logits, logits.clone()))
             if any(bool(differ(logits, before)) for logits, before in held):
-                result.complaints.append(Remark(at, "the logits that the caller holds changed in a later forward"))
+                result.complaints.append(Remark(at, CHANGED_LATER))
         model.train()
 
     def generate(self, model: Any, batch: Batch, result: Trajectory, device: torch.device) -> None:

@@ -126,11 +126,16 @@ def in_dtype(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return t if t.dtype is dtype else t.to(dtype)
 
 
-def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+def backward_once(backward: Callable[..., Any], *, is_linear: bool = False) -> Callable[..., Any]:
     """``once_differentiable``, at no cost to the host where it has nothing to guard: without ``create_graph``, autograd
-    runs a backward with gradients off. With it, torch refuses a second derivative only where a gradient that comes in
-    has one; here every one is refused, for the result depends on the inputs, too. The gradients come
-    :func:`as_values`; how those of a program of ``torch.compile`` lie in memory is Inductor's."""
+    runs a backward with gradients off. The gradients come :func:`as_values`; how those of a program of
+    ``torch.compile`` lie in memory is Inductor's.
+
+    Args:
+        is_linear: the result depends on the gradients that come in, and on nothing else that trains. torch refuses a
+            second derivative only where one of those has a derivative itself, which is enough then. Of any other
+            backward, every second derivative is refused: the gradient 1 of a loss has none.
+    """
     guarded = once_differentiable(backward)
 
     @functools.wraps(backward)
@@ -140,11 +145,15 @@ def backward_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             for grad in grads:
                 if grad is not None and grad.is_neg():
                     grads = as_values(*grads)
-            if again:
-                grads = tuple(None if grad is None else grad.detach().requires_grad_() for grad in grads)
+            if again and not is_linear:
+                grads = tuple([_with_derivative(grad) for grad in grads])
         return guarded(ctx, *grads) if again else backward(ctx, *grads)
 
     return either
+
+
+def _with_derivative(grad: Any) -> Any:
+    return grad if grad is None or not grad.is_floating_point() else grad.detach().requires_grad_()
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

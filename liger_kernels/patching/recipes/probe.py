@@ -87,21 +87,27 @@ def random_linear(inputs: int, outputs: int) -> nn.Linear:
     return _unhooked(linear)
 
 
+def shallow_copy(module: nn.Module) -> Any:
+    """A module of the same class with containers of its own, which hold the same parameters, submodules and hooks."""
+    clone: Any = object.__new__(type(module))
+    for name, value in module.__dict__.items():
+        clone.__dict__[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
+    return clone
+
+
 def bare_copy(module: nn.Module, **members: Any) -> nn.Module:
     """A shallow copy of ``module`` without hooks. ``members`` replace its parameters and submodules of the same names.
 
     The copy shares nothing that probing could change: containers of parameters and hooks, buffers and submodules are
     copies, too. The copy is in training mode, so that dropout shows, except inside :func:`evaluating`.
     """
-    clone: Any = object.__new__(type(module))
+    clone = shallow_copy(module)
     state = clone.__dict__
     for name, value in module.__dict__.items():
         if name in ("_parameters", "_buffers", "_modules"):
             state[name] = dict(value)
         elif name.endswith("_hooks") and isinstance(value, dict):
             state[name] = OrderedDict()
-        else:
-            state[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     state["training"] = not _evaluation[0]
     for name, buffer in module._buffers.items():
         # A probe computes on the CPU. A buffer on the meta device stays there.
