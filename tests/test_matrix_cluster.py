@@ -16,10 +16,11 @@ from matrix import __main__ as command
 from matrix import cluster, records, runner
 from matrix.cells import Cell
 from matrix.records import CellRecord, StageResult
+from matrix.repository import config
 
 ray = pytest.importorskip("ray", reason="Ray is an optional extra")
 pytest.importorskip("ray.cluster_utils", reason="this Ray is installed without its test cluster")
-STAGES = ("one", "two", "three")
+STAGES = [stage.name for stage in config.here().stages["versions"]]
 
 
 def a_cell(notes: Path, name: str = "tf1.0-trl1.0", deaths: int = 0) -> Cell:

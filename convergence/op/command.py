@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from convergence.arms.isolate import how
 from convergence.tables import visible
 
 EXAMPLE = "python -m convergence op my_pkg:fused --reference my_pkg:plain [--inputs my_pkg:inputs]"
@@ -78,6 +77,8 @@ def reported(run: Callable[[], int]) -> int:
         found = channel.read(1) or b""
     if found or asked:
         return found[0] if found else INTERRUPTED
+    from convergence.arms.isolate import how
+
     print(f"different: the process of the op ended before it was judged, with {how(status)}", file=sys.stderr)
     return DIFFERENT
 

@@ -20,6 +20,7 @@ from tests.mutants import (
     norms,
     offload,
     packing,
+    proof,
     recognise,
     recompute,
     rope,
@@ -51,6 +52,7 @@ GROUPS: dict[str, tuple[str, tuple[Mutant, ...]]] = {
     "scale": ("one dtype, mode, pass or size alone", scale.MUTANTS),
     "heads": ("chosen classes and divergences", heads.MUTANTS),
     "invariant": ("rows in any batch", invariant.MUTANTS),
+    "proof": ("the proof", proof.MUTANTS),
     "checks": ("what no training shows", checks.MUTANTS),
 }
 _ALL = [mutant for _, group in GROUPS.values() for mutant in group]
