@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (TypeError, ValueError) as error:
             command.error(str(error))
         except KeyboardInterrupt:
-            return 2
+            return op.INTERRUPTED
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:

@@ -22,7 +22,7 @@ def _count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is none.
     """
-    if not (text.isascii() and text.isdecimal() and int(text)):
+    if not runner.is_count(text):
         raise argparse.ArgumentTypeError(f"{text!r}; allowed is a number, 1 or more")
     return int(text)
 

@@ -73,7 +73,7 @@ def load(path: Path) -> Cell:
             requirement is not pinned, or to a version that the axis does not support.
     """
     checked_name(path.stem, str(path))
-    config.cell_name(path.stem, str(path))
+    config.refuse_gpu_name(path.stem, str(path))
     text = read_text(path)
     comments = [line.lstrip("# ").rstrip() for line in text.splitlines() if line.startswith("#")]
     if not comments:

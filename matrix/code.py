@@ -44,14 +44,14 @@ class Code:
     def digest(self, stage: Stage, on_gpu: bool) -> str:
         """Of what ``stage`` runs, and of its arguments."""
         program = () if stage.program == PYTEST else (stage.program,)
-        digest = hashlib.sha256("\0".join((*program, *_arguments(stage, on_gpu))).encode())
+        digest = hashlib.sha256("\0".join((*program, *stage.given(on_gpu))).encode())
         for name, of_file in self.digests(stage, on_gpu).items():
             digest.update(f"\0{name}\0{of_file}".encode())
         return digest.hexdigest()[:16]
 
     def digests(self, stage: Stage, on_gpu: bool) -> dict[str, str]:
         """Of each file that ``stage`` reads."""
-        paths = sorted(self.files(_arguments(stage, on_gpu), stage.program == PYTEST))
+        paths = sorted(self.files(stage.given(on_gpu), stage.program == PYTEST))
         return {path.relative_to(self._root).as_posix(): self._digest(path) for path in paths}
 
     def stale(self, record: CellRecord, kind: str, whole: str) -> list[str]:
@@ -150,10 +150,6 @@ class Code:
             content = _without_matrix(path) if path == self._root / config.FILE else path.read_bytes()
             self._digests[path] = hashlib.sha256(content).hexdigest()
         return self._digests[path]
-
-
-def _arguments(stage: Stage, on_gpu: bool) -> Sequence[str]:
-    return stage.on_gpu if stage.on_gpu and on_gpu else stage.arguments
 
 
 def _without_matrix(path: Path) -> bytes:

@@ -111,6 +111,11 @@ def cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def is_count(text: str) -> bool:
+    """Whether it is a number, 1 or more."""
+    return text.isascii() and text.isdecimal() and int(text) > 0
+
+
 def workers() -> int:
     """The pytest workers of a cell: ``MATRIX_WORKERS``, or else as many as there are CPUs.
 
@@ -118,7 +123,7 @@ def workers() -> int:
         ValueError: ``MATRIX_WORKERS`` is no number of workers.
     """
     text = os.environ.get("MATRIX_WORKERS", "")
-    if text and not (text.isascii() and text.isdecimal() and int(text)):
+    if text and not is_count(text):
         raise ValueError(f"MATRIX_WORKERS is {text!r}; it must be a number of pytest workers, 1 or more")
     return int(text or cpus())
 
@@ -206,7 +211,7 @@ def run_stage(
     """Run one stage as a separate process. ``folder`` gets its log, its JUnit XML and its records."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    arguments = stage.on_gpu if stage.on_gpu and gpu != "none" else stage.arguments
+    arguments = stage.given(gpu != "none")
     if stage.program == PYTEST:
         command = ["python", *_pytest(stage, arguments, folder, 1 if stage.alone and gpu != "none" else workers)]
     else:

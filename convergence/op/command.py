@@ -72,7 +72,6 @@ def reported(run: Callable[[], int]) -> int:
             signal.signal(number, handler)
     os.close(writes)
     os.set_blocking(reads, False)  # what the op started may hold the other end
-    found = b""
     with open(reads, "rb", buffering=0) as channel:
         found = channel.read(1) or b""
     if found or asked:

@@ -114,7 +114,8 @@ class _TiledFunction(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         keep(ctx, trained)
-        ctx.run, ctx.state = partial(run, _as_it_is(mlp)), state
+        if any(ctx.needs_input_grad):
+            ctx.run, ctx.state = partial(run, _as_it_is(mlp)), state
         if not first:
             return _forward(run, mlp, x)
         return anchor(x.shape, autocast_dtype(x.device) or x.dtype, x.device)

@@ -152,6 +152,10 @@ class Stage:
     leaves_records: bool = False
     program: str = PYTEST
 
+    def given(self, on_gpu: bool) -> tuple[str, ...]:
+        """The arguments on a machine with a GPU, or without."""
+        return self.on_gpu if self.on_gpu and on_gpu else self.arguments
+
 
 @dataclass(frozen=True)
 class Config:
@@ -255,8 +259,8 @@ def load(root: Path) -> Config:
         _known([axis.follows] if axis.follows else [], axes, "axis", f"{where}.axes.{name}.follows")
     stages = {name: _stage(name, table, f"{where}.stages.{name}") for name, table in top.stages.items()}
     for name, stage in stages.items():
-        for words in (stage.arguments, stage.on_gpu) if stage.program == PYTEST and not top.tests else ():
-            if words and "--pyargs" not in words and not any(place(root, word) for word in words):
+        for words in map(stage.given, (False, True)) if stage.program == PYTEST and not top.tests else ():
+            if "--pyargs" not in words and not any(place(root, word) for word in words):
                 raise Unusable(
                     f"{where}.stages.{name}: pytest is given no path, and {where}.tests is empty; name its tests"
                 )
@@ -355,12 +359,11 @@ def place(root: Path, word: str) -> Path | None:
         return None
 
 
-def cell_name(name: str, where: str) -> None:
+def refuse_gpu_name(name: str, where: str) -> None:
     """
     Raises:
-        Unusable: no cell may be called ``name``.
+        Unusable: no cell may be called ``name``, because records of GPUs are.
     """
-    _called(name, where)
     if name.endswith(GPU):
         raise Unusable(f"{where} is called {shown(name)}; what ends in {GPU!r} is the record of a cell on a GPU")
 
@@ -373,7 +376,8 @@ def _check_kind(
     kinds: dict[str, KindTable],
     where: str,
 ) -> None:
-    cell_name(name, where)
+    _called(name, where)
+    refuse_gpu_name(name, where)
     if not kind.stages:
         raise Unusable(f"{where}.stages is empty; allowed are {', '.join(stages) or 'none: there is no stage'}")
     _known(kind.stages, stages, "stage", f"{where}.stages")
@@ -390,7 +394,8 @@ def _check_kind(
         _known(kind.named, axes, "axis", f"{where}.cells")
     _known([*kind.pins, *kind.branches], axes, "axis", f"{where}.{'pins' if kind.pins else 'branches'}")
     if kind.newest:
-        cell_name(kind.newest, f"{where}.newest")
+        _called(kind.newest, f"{where}.newest")
+        refuse_gpu_name(kind.newest, f"{where}.newest")
     if kind.gpus < 0 or (kind.gpus and not kind.here):
         raise Unusable(f"{where}.gpus is {kind.gpus}; allowed is a count, and only with here = true")
     if kind.branches and (kind.of not in kinds or not kinds[kind.of].cells):
