@@ -196,6 +196,16 @@ class SelectsByAMask(Honest):
     @classmethod
     def value(cls, x, weight):
         y = super().value(x, weight)
+        y[x == 0] = y[x == 0]
+        return y
+
+
+class WritesANumberByAMask(Honest):
+    """No fault: torch fills by the mask, and reads no count."""
+
+    @classmethod
+    def value(cls, x, weight):
+        y = super().value(x, weight)
         y[x == 0] = 0
         return y
 

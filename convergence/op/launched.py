@@ -76,15 +76,19 @@ class _Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        if _Waits._active and (name in _READ or "unique" in name or (name.startswith("index") and _has_mask(args))):
+        if _Waits._active and (name in _READ or "unique" in name or (name.startswith("index") and _reads_a_mask(args))):
             self.found.append(name)
         return function(*args, **(kwargs or {}))
 
 
-def _has_mask(args: Any) -> bool:
-    """Whether a tensor is indexed with booleans. torch must then read how many are true."""
+def _reads_a_mask(args: Any) -> bool:
+    """Whether a tensor is indexed with booleans, of which torch must read how many are true. A number that is written
+    where one mask is true needs no count: torch calls masked_fill."""
     indices = args[1] if len(args) > 1 and isinstance(args[1], (tuple, list)) else ()
-    return any(isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    given = [i for i in indices if isinstance(i, torch.Tensor)]
+    masks = [i for i in given if i.dtype in (torch.bool, torch.uint8)]
+    writes_a_number = len(args) == 3 and isinstance(args[2], torch.Tensor) and args[2].dim() == 0
+    return bool(masks) and not (writes_a_number and len(given) == 1)
 
 
 @contextlib.contextmanager
