@@ -34,14 +34,14 @@ def _normed(module: Any, factor: float, x: torch.Tensor) -> torch.Tensor:
     return normed
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "convergence", "-q", "-p", "no:cacheprovider", "--no-blame", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+PROOF = ["convergence", "-q", "-p", "no:cacheprovider", "--no-blame"]
 
 
 def test_patches_are_judged_in_a_trainer(tmp_path: Path) -> None:
     patches = (f"{__name__}:equal", f"{__name__}:wrong", "convergence.patches:fused_linear")
-    done = run("--trainer", "trainer", "--patch", ",".join(patches), "--records", str(tmp_path))
+    options = ("--trainer", "trainer", "--patch", ",".join(patches), "--records", str(tmp_path))
+    command = [sys.executable, "-m", "pytest", *PROOF, *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     records = {record.patch.rpartition(":")[2]: record for record in load_folder(tmp_path)}
     assert done.returncode == 1, done.stdout[-2000:]
     assert {name: record.verdict for name, record in records.items()} == {
@@ -64,7 +64,10 @@ def test_patches_are_judged_in_a_trainer(tmp_path: Path) -> None:
         (("--trainer", "sft", "--dtypes", "bfloat16"), "--trainer and --dtypes do not go together"),
     ],
 )
-def test_what_no_trainer_can_be_asked(options: tuple[str, ...], shown: str) -> None:
-    done = run("--collect-only", *options)
-    assert done.returncode == 4
-    assert shown in done.stdout + done.stderr
+def test_what_no_trainer_can_be_asked(
+    options: tuple[str, ...], shown: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    in_this_process = ("-p", "no:xdist", "-p", "no:faulthandler")
+    assert pytest.main([*PROOF, "--collect-only", *in_this_process, *options]) == pytest.ExitCode.USAGE_ERROR
+    assert shown in "".join(capfd.readouterr())
