@@ -60,9 +60,24 @@ def wait_for(file: str) -> None:
         time.sleep(0.01)
 
 
+# What others take of transformers, without a model; and what each call would import itself, where the server has not.
+LIGHT = """
+import torch._inductor.config
+AutoModelForCausalLM = PretrainedConfig = PreTrainedModel = object
+"""
+
+
 @pytest.fixture(scope="module")
-def call() -> Iterator[Any]:
-    start = functools.partial(program.start, sys.executable, program.all_paths(), False)
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a server imports from. No call here builds a model, so a small module comes before transformers."""
+    folder = tmp_path_factory.mktemp("light")
+    (folder / "transformers.py").write_text(LIGHT, encoding="utf-8")
+    return [str(folder), *program.all_paths()]
+
+
+@pytest.fixture(scope="module")
+def call(paths: list[str]) -> Iterator[Any]:
+    start = functools.partial(program.start, sys.executable, paths, False)
     yield functools.partial(isolate.call, start=start, timeout=60)
     program.stop()
 
@@ -125,12 +140,12 @@ def test_a_program_that_never_answers_is_out_of_time(tmp_path: Path) -> None:
     assert server.process.wait() == -signal.SIGKILL
 
 
-def test_where_a_fork_does_not_survive_each_call_has_its_own_interpreter(tmp_path: Path) -> None:
+def test_where_a_fork_does_not_survive_each_call_has_its_own_interpreter(paths: list[str], tmp_path: Path) -> None:
     """An import there has started what a forked process cannot use."""
     there = copy_package(tmp_path)
     with open(there / "liger_kernels" / "__init__.py", "a", encoding="utf-8") as file:
         file.write("\n__import__('torch').cuda.is_available = lambda: True\n")
-    start = functools.partial(program.start, sys.executable, [str(there), *program.all_paths()], False)
+    start = functools.partial(program.start, sys.executable, [str(there), *paths], False)
     assert isolate.call(how_it_was_started, start=start) == ("answer", ["serve.py"])
 
 
