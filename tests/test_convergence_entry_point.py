@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from tests.suite import ISOLATED
 
 ROOT = Path(__file__).parents[1]
 UNTOUCHED = """
@@ -56,11 +59,9 @@ def wrong(model):
 NAMED = ("--pyargs", "convergence", "--models", "llama-tied", "--dtypes", "float32", "--device", "cpu")
 
 
-def run(tmp_path: Path, *arguments: str, files: dict[str, str], at_start: str = "") -> tuple[int, str]:
-    """``pytest arguments`` as a command, in a folder of ``files``: exit code and output.
-
-    On PYTHONPATH is what an installed package says to pytest; ``at_start`` is run first in every process.
-    """
+def install(tmp_path: Path, files: dict[str, str], at_start: str = "") -> tuple[Path, Path]:
+    """A folder with what an installed package says to pytest and with what is run ``at_start`` of every process, and a
+    folder of ``files``."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (group,) = re.findall(r"\[project\.entry-points\.pytest11\]\n(.*?)\n\n", text, re.DOTALL)
     installed, folder = tmp_path / "installed", tmp_path / "folder"
@@ -74,6 +75,15 @@ def run(tmp_path: Path, *arguments: str, files: dict[str, str], at_start: str = 
     for path, text in written.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    return installed, folder
+
+
+def run(tmp_path: Path, *arguments: str, files: dict[str, str], at_start: str = "") -> tuple[int, str]:
+    """``pytest arguments`` as a command, in a folder of ``files``: exit code and output.
+
+    On PYTHONPATH is what an installed package says to pytest; ``at_start`` is run first in every process.
+    """
+    installed, folder = install(tmp_path, files, at_start)
     unset = ("PYTEST_", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     environment["PYTHONPATH"] = f"{installed}{os.pathsep}{ROOT}"
@@ -112,9 +122,17 @@ def test_without_a_patch_there_is_nothing_to_judge(tmp_path: Path) -> None:
     assert "liger_kernels is not installed here: name the patch to judge" in output
 
 
-def test_a_conftest_that_loads_the_proof_as_well_is_no_clash(tmp_path: Path) -> None:
-    conftest = {"conftest.py": 'pytest_plugins = ["convergence.plugin"]\n'}
-    status, output = run(tmp_path, *NAMED, "--collect-only", files=conftest)
+def test_a_conftest_that_loads_the_proof_as_well_is_no_clash(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: pytest counts what a run has registered, and not what was imported before."""
+    installed, folder = install(tmp_path, {"conftest.py": 'pytest_plugins = ["convergence.plugin"]\n'})
+    monkeypatch.syspath_prepend(installed)
+    monkeypatch.delitem(sys.modules, "conftest", raising=False)  # that of this run
+    with mock.patch.dict(os.environ), monkeypatch.context() as inside:
+        inside.chdir(folder)
+        status = pytest.main([*NAMED, "--collect-only", "-q", *ISOLATED])
+    output = "".join(capfd.readouterr())
     assert status == 0, output
     assert "[llama-tied/float32/fused_linear]" in output
 
