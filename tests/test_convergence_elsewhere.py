@@ -21,7 +21,7 @@ from convergence.report.records import Digests, Outcome, load_folder
 from convergence.report.report import failure
 from convergence.trainers.material import save
 from liger_kernels.patching.report import PatchReport
-from tests.elsewhere_patches import PATCH, copy_package, write_patch
+from tests.elsewhere_patches import PATCH, copy_package, write_no_models, write_patch
 from tests.suite import assert_refused, suite
 
 CASE = Case("llama-tied", "float32", PATCH, "plain", "cpu")
@@ -134,7 +134,7 @@ def test_a_program_that_is_no_python_is_a_usage_error(tmp_path: Path) -> None:
 
 
 def test_a_package_that_the_proof_cannot_observe_is_a_usage_error(tmp_path: Path) -> None:
-    there = copy_package(tmp_path)
+    there = write_no_models(copy_package(tmp_path))
     (there / "liger_kernels" / "patching" / "report.py").unlink()
     with pytest.raises(Unusable, match="report"):
         origin_at(str(there), [CASE])

@@ -19,7 +19,7 @@ import torch
 
 from convergence.arms import isolate
 from convergence.elsewhere import program
-from tests.elsewhere_patches import copy_package
+from tests.elsewhere_patches import copy_package, write_no_models
 
 
 def here_and_parent() -> tuple[int, int]:
@@ -60,19 +60,10 @@ def wait_for(file: str) -> None:
         time.sleep(0.01)
 
 
-# What others take of transformers, without a model; and what each call would import itself, where the server has not.
-LIGHT = """
-import torch._inductor.config
-AutoModelForCausalLM = PretrainedConfig = PreTrainedModel = object
-"""
-
-
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What a server imports from. No call here builds a model, so a small module comes before transformers."""
-    folder = tmp_path_factory.mktemp("light")
-    (folder / "transformers.py").write_text(LIGHT, encoding="utf-8")
-    return [str(folder), *program.all_paths()]
+    """What a server imports from: no call here builds a model."""
+    return [str(write_no_models(tmp_path_factory.mktemp("light"))), *program.all_paths()]
 
 
 @pytest.fixture(scope="module")
