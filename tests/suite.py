@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ISOLATED = [part for name in ("cacheprovider", "faulthandler", "xdist") for part in ("-p", f"no:{name}")]
+# Plugins of others, which take a second of each start of pytest as a command.
+QUICK = [part for name in ("hypothesispytest", "anyio") for part in ("-p", f"no:{name}")]
 
 
 def suite(*options: str) -> int:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from tests.suite import ISOLATED
+from tests.suite import ISOLATED, QUICK
 
 ROOT = Path(__file__).parents[1]
 UNTOUCHED = """
@@ -88,7 +88,7 @@ def run(tmp_path: Path, *arguments: str, files: dict[str, str], at_start: str = 
     environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     environment["PYTHONPATH"] = f"{installed}{os.pathsep}{ROOT}"
     command = [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
-    command += ["-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
+    command += ["-m", "pytest", "-p", "no:cacheprovider", "-q", *QUICK, *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 

@@ -14,6 +14,7 @@ import torch
 
 from convergence import plugin
 from convergence.report.records import TRAINER, Case
+from tests.suite import QUICK
 
 _CASES = """
 import os
@@ -41,7 +42,7 @@ def test_cases_of_one_group_run_on_one_worker_which_has_its_share(tmp_path) -> N
     starts them looks for records of other threads than theirs."""
     (tmp_path / "conftest.py").write_text(_CONFTEST)
     (tmp_path / "test_cases.py").write_text(_CASES)
-    command = (sys.executable, "-m", "pytest", "-v", "-n2", "--dist=loadgroup", "-p", "no:cacheprovider", ".")
+    command = (sys.executable, "-m", "pytest", "-v", "-n2", "--dist=loadgroup", "-p", "no:cacheprovider", *QUICK, ".")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k != "OMP_NUM_THREADS"}
     environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment).stdout
