@@ -62,8 +62,8 @@ def test_one_percent_of_any_gradient_is_seen_in_bfloat16():
     [pytest.param(fault, *of, id=f"{fault}-{of[0]}") for fault, of in IN_HOOKS.items()],
 )
 def test_a_fault_in_a_hook_is_seen_by_the_statistic_that_is_meant_for_it(model, dtype, fault, statistic, steps):
-    """Only ``steps`` at the initial weights run with the fault. All else of the trajectory is the baseline's, which
-    can but hide it."""
+    """Only ``steps`` at the initial weights run with the fault. All else is the baseline's: it makes a fault harder to
+    see, never easier."""
     reference, judged = references(model, dtype, "hard", "cpu", 0), DTYPES[dtype]
     part = trained(reference, judged, f"{convergence_faults.__name__}:{fault}", only=frozenset(steps))
     candidate = copy.deepcopy(reference.pairs[0][1])
