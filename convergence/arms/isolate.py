@@ -161,11 +161,11 @@ def _end(process: Any) -> None:
 
 def preloaded() -> list[str]:
     """The modules that a process has imported before it imports a patch."""
-    from convergence.models.models import select
+    from convergence.models.models import MODELS
 
-    # Modules of other models may import packages that start the GPU's driver at once: Qwen3-Next's module imports fla.
-    core = (model for model in select("core") if model.is_available())
-    modeling = {model.model_class().__module__ for model in core}
+    # Modules of linear attention import fla where it is installed, which starts the GPU's driver at once.
+    others = (model for model in MODELS.values() if "gated_rms_norm" not in model.kernels)
+    modeling = {model.model_class().__module__ for model in others if model.is_available()}
     return ["convergence.case", "convergence.arms.interpreter", *ours.MODULES, *sorted(modeling)]
 
 
