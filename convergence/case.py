@@ -253,7 +253,9 @@ def _blame(case: Case, verdict: Verdict, arms: Arms, timeout: float, origin: Ori
     failed = {failure.key for failure in verdict.failures}
     if not searched(failed):  # no other process need be given all that was observed
         return [], Verdict()
-    arguments = case, replace(_references(case), pairs=arms.pairs, more=[]), failed, arms.candidate.trajectory
+    known = _references(case)  # to another process goes the name of their file, where they are kept
+    pairs = known.pairs if len(arms.pairs) == len(known.pairs) else arms.pairs
+    arguments = case, replace(known, pairs=pairs, more=[]), failed, arms.candidate.trajectory
     try:
         found = origin.call(_who, *arguments, timeout=timeout) if _is_isolated(case, origin) else _who(*arguments)
     except NotHere as error:
