@@ -156,6 +156,12 @@ def _source(module: str) -> str:
 
 
 @functools.cache
+def _tree(module: str) -> ast.Module:
+    """Of the unchanged source; nobody changes it."""
+    return ast.parse(_source(module))
+
+
+@functools.cache
 def _edited(module: str, edits: tuple[Edit, ...]) -> str:
     text = _source(module)
     for edit in edits:
@@ -203,7 +209,7 @@ def _kernels_of(module: types.ModuleType, tree: ast.Module, filename: str) -> It
         for other in holders:
             file = inspect.getsourcefile(other)
             assert file is not None
-            stack.enter_context(_kernels_of(other, ast.parse(_source(other.__name__)), file))
+            stack.enter_context(_kernels_of(other, _tree(other.__name__), file))
         yield
 
 
