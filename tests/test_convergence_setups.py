@@ -93,7 +93,7 @@ def test_our_patch_is_equal_and_fused():
 
 
 def test_a_patch_that_does_nothing_is_not_patched():
-    record = prove(Case("llama-tied", "float32", "tools.honest:unpatched", setup="bf16-autocast"))
+    record = prove(Case("llama-tied", "float32", "tools.honest:unpatched", "plain", setup="bf16-autocast"))
     assert [row[2] for row in record.failures] == ["not patched"]
 
 
@@ -102,13 +102,14 @@ def test_a_patch_that_does_nothing_is_not_patched():
     [("before", "equal", ""), ("after", "cannot run", "another model than the wrapped one")],
 )
 def test_a_returned_model_is_wrapped_and_takes_no_wrapped_ones_place(order, verdict, said):
-    record = prove(Case("llama-tied", "float32", "tests.isolation_patches:makes_a_model", setup="ddp", order=order))
+    patch = "tests.isolation_patches:makes_a_model"
+    record = prove(Case("llama-tied", "float32", patch, "plain", setup="ddp", order=order))
     assert record.verdict == verdict
     assert said in record.reason
 
 
 def test_a_rank_that_dies_is_a_verdict():
-    record = prove(Case("llama-tied", "float32", "tests.setup_faults:second_rank_dies", setup="ddp"))
+    record = prove(Case("llama-tied", "float32", "tests.setup_faults:second_rank_dies", "plain", setup="ddp"))
     assert record.verdict == "different"
     assert record.failures[0][2] in ("died", "raised")
 
