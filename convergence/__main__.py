@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@functools.cache  # as matrix does: a caller in the process may ask often
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of all commands, and those of the commands that name their errors themselves."""
     parser = argparse.ArgumentParser(prog="python -m convergence", description=__doc__)

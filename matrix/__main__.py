@@ -4,6 +4,7 @@ count what of transformers runs on kernels."""
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
+@functools.cache  # a caller in the process may ask often, and making it takes longer than most commands
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m matrix", description=__doc__.replace("``", ""))
     top.add_argument("--records", metavar="DIR", type=Path, help="default: what the configuration says")
