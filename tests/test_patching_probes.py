@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import liger_kernels
 from liger_kernels.patching import modules
 from liger_kernels.patching.recipes.glu import recognise_glu
 from liger_kernels.patching.recipes.norms import NormRecipe, recognise_norm
 from liger_kernels.patching.recipes.recogniser import fingerprint
-from tests.patching_checks import EVERYTHING, tiny
+from tests.patching_checks import DEVICE, EVERYTHING, tiny
 from tests.test_patching_recognise import Mlp, Norm
 
 
@@ -253,3 +254,26 @@ def test_each_distinct_module_of_a_model_is_probed_once(probed):
     liger_kernels.patch(model)
     assert max(probed.values()) <= 2, probed  # the norms of heads have another size than those of layers
     assert [count for name, count in probed.items() if name.endswith("MLP")] == [1]
+
+
+def test_a_second_patch_reads_what_was_replaced_since() -> None:
+    """Code that was read for the first patch is read anew: another method may read another attribute."""
+
+    class Scaled(LlamaRMSNorm):
+        factor = 1.0
+
+        def scaled(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            return super().forward(self.scaled(hidden_states))
+
+    norm = Scaled(8).to(DEVICE)
+    assert liger_kernels.patch(norm).counts() == {"rms_norm": 1}
+    liger_kernels.unpatch(norm)
+    Scaled.scaled = lambda self, x: x * self.factor  # type: ignore[method-assign]
+    assert liger_kernels.patch(norm).counts() == {"rms_norm": 1}
+    norm.factor = -2.0
+    x = torch.randn(3, 8, device=DEVICE)
+    assert torch.equal(norm(x), Scaled.forward(norm, x))
+    assert not liger_kernels.status(norm).replaced
