@@ -34,12 +34,13 @@ class Made(TorchDispatchMode):
 
 
 def left_by(step: Callable[[], Any], *known: torch.Tensor | None) -> list[str]:
-    """What is left of a step. One that leaves something is taken once more, and the second counts: the first may find
-    out what is asked once in a process."""
-    return _left_by_one(step, known) and _left_by_one(step, known)
+    """What is left of the second of two steps: the first may find out what is asked once in a process."""
+    step()
+    return left_by_one(step, *known)
 
 
-def _left_by_one(step: Callable[[], Any], known: tuple[torch.Tensor | None, ...]) -> list[str]:
+def left_by_one(step: Callable[[], Any], *known: torch.Tensor | None) -> list[str]:
+    """What is left of a step."""
     with Made() as made:
         step()
     left = made.alive(*known)
