@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -18,6 +19,11 @@ import torch
 from convergence.files import make_once
 from convergence.models.data import default_text, seed_generators
 from convergence.op.memory import deterministic
+
+
+def pytest_configure() -> None:
+    # Python would look for reference cycles after each 700 new objects, for a twentieth of the time of all tests.
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,11 +36,6 @@ class Made(TorchDispatchMode):
 def left_by(step: Callable[[], Any], *known: torch.Tensor | None) -> list[str]:
     """What is left of the second of two steps: the first may find out what is asked once in a process."""
     step()
-    return left_by_one(step, *known)
-
-
-def left_by_one(step: Callable[[], Any], *known: torch.Tensor | None) -> list[str]:
-    """What is left of a step."""
     with Made() as made:
         step()
     left = made.alive(*known)
