@@ -3,8 +3,8 @@
 At every launch, the interpreter replaces the built-in functions of ``triton.language``, and again at every call of a
 device function. Each time it searches all members of the modules. It also reads a kernel's parameters from its code at
 every launch. Every look-up of a NumPy dtype builds a table. Every result gets a new description of its shape, and
-shapes are compared length by length. Arguments that are on the host are copied to the host again, in functions that
-keep them in a reference cycle.
+shapes are compared length by length. A conversion asks 20 questions first. Arguments that are on the host are copied to
+the host again, in functions that keep them in a reference cycle.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ import triton.language as tl
 from triton.language import semantic
 from triton.runtime import interpreter
 
+from convergence.arms import blocks
+
 
 def install() -> None:
     """Let the interpreter of this process use the functions of this file."""
     _Semantic.binary_op_type_checking_impl = check_other_types
     _Semantic.broadcast_impl_value, _Semantic.cast = broadcast_other_shapes, cast_other_dtypes
     block_type.__init__, tensor.__init__ = init_block_type, init_tensor
-    interpreter._get_np_dtype = get_np_dtype
+    interpreter._get_np_dtype, interpreter._implicit_cvt = get_np_dtype, as_tensor
     interpreter._patch_attr = patch_attr
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
     interpreter.GridExecutor._init_args_hst = copied_to_host
     interpreter.GridExecutor._restore_args_dev = copied_from_host
     interpreter.GridExecutor.__call__ = run_kernel
+    blocks.install()
     # The interpreter repeats every integer sum and product in 64 bits to detect overflow. Only debug needs that.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
@@ -43,7 +46,7 @@ _Semantic: Any = semantic.TritonSemantic
 block_type, tensor = tl.core.block_type, tl.core.tensor
 _patch, _run = interpreter._patch_lang, interpreter.GridExecutor.__call__
 _to_host, _from_host = interpreter.GridExecutor._init_args_hst, interpreter.GridExecutor._restore_args_dev
-_look_up = interpreter._get_np_dtype
+_look_up, _convert = interpreter._get_np_dtype, interpreter._implicit_cvt
 _init_type, _init_tensor = block_type.__init__, tensor.__init__
 _broadcast, _check, _cast = _Semantic.broadcast_impl_value, _Semantic.binary_op_type_checking_impl, _Semantic.cast
 
@@ -138,7 +141,22 @@ def patch_attr(owner: Any, name: str, member: Any, builder: Any, *scope: Any) ->
     scope[0].set_attr(owner, name, call) if scope else setattr(owner, name, call)  # Triton 3.4 restores nothing
 
 
-# Arguments that are already on the host.
+# Arguments: each becomes a tensor of the kernel's, and most are tensors on the host and small integers.
+
+
+def as_tensor(arg: Any) -> Any:
+    """Replaces ``_implicit_cvt``, whose first call imports all of Gluon."""
+    if type(arg) is int and -(2**31) <= arg < 2**31:
+        return tensor(interpreter.TensorHandle(np.array([arg], np.int32), tl.int32), tl.int32)
+    if isinstance(arg, torch.Tensor) and (of := _pointer_to(arg.dtype)) is not None:
+        return tensor(interpreter.TensorHandle(np.array([arg.data_ptr()], np.uint64), of), of)
+    return _convert(arg)
+
+
+@functools.cache
+def _pointer_to(dtype: torch.dtype) -> Any:
+    of = tl.int1 if dtype == torch.bool else getattr(tl, str(dtype).removeprefix("torch."), None)
+    return None if of is None else tl.pointer_type(of)
 
 
 def copied_to_host(self: Any, args: Any, kwargs: Any) -> Any:
@@ -257,5 +275,16 @@ def _splat(x: Any, like: Any) -> Any:
 
 def cast_other_dtypes(self: Any, x: Any, dtype: Any, *options: Any, **kwargs: Any) -> Any:
     """Replaces ``cast``."""
-    same = type(dtype) is tl.core.dtype and dtype.name == x.dtype.name
-    return x if same else _cast(self, x, dtype, *options, **kwargs)
+    if type(dtype) is not tl.core.dtype or type(x.dtype) is not tl.core.dtype:
+        return _cast(self, x, dtype, *options, **kwargs)
+    if dtype.name == x.dtype.name:
+        return x
+    if (x.dtype.name, dtype.name) not in _CONVERTED or any(options) or kwargs:
+        return _cast(self, x, dtype, *options, **kwargs)
+    of = x.type.with_element_ty(dtype) if x.type.is_block() else dtype
+    return tensor(self.builder.cast_impl(x.handle, dtype), of)
+
+
+_PAIRS = (("fp32", "bf16"), ("fp32", "fp16"), ("int32", "int64"))
+# For these, Triton calls the builder's ``cast_impl`` after it asked for everything that others need.
+_CONVERTED = {*_PAIRS, *(pair[::-1] for pair in _PAIRS), ("int32", "fp32"), ("int64", "fp32")}
