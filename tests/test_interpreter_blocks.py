@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from convergence.arms import blocks
+from convergence.arms.interpreter import blocks
 
 if torch.cuda.is_available():
     pytest.skip("Triton's interpreter runs kernels on a CPU; this machine has a GPU", allow_module_level=True)

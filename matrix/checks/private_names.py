@@ -452,6 +452,7 @@ NAMES = (
             "_ir",
             "_patch_attr",
             "_patch_builtin",
+            "_implicit_cvt",
             "_patch_lang",
             "_patch_lang_tensor",
         )

@@ -21,7 +21,7 @@ import triton.language as tl
 from triton.language import semantic
 from triton.runtime import interpreter
 
-from convergence.arms import blocks
+from convergence.arms.interpreter import blocks
 
 
 def install() -> None:

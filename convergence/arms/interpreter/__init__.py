@@ -29,7 +29,7 @@ def prepare() -> None:
         _compute_in_bfloat16()
         _repair_integers()
         define_libdevice()
-        from convergence.arms import hurried  # it takes Triton's own functions as they are now
+        from convergence.arms.interpreter import hurried  # it takes Triton's own functions as they are now
 
         hurried.install()
 
