@@ -20,7 +20,6 @@ from liger_kernels.patching.logits.model import ModelRecipe
 from liger_kernels.patching.logits.packing import packing_denominator
 from liger_kernels.patching.modules import drop_kept_method, kernel_names, patch_modules, register
 from liger_kernels.patching.offload import Offload
-from liger_kernels.patching.reads import reading_once
 from liger_kernels.patching.recipes.glu import GluRecipe
 from liger_kernels.patching.recipes.recogniser import Recogniser
 from liger_kernels.patching.recompute import Recompute
@@ -104,7 +103,7 @@ def patch(
     """
     warn_of_a_newer_torch()
     wanted = check_options(kernels, loss_reduction, memory)
-    with _one_at_a_time, reading_once():
+    with _one_at_a_time:
         wake_compiler(model)
         asked = PatchReport(wanted, loss_reduction=loss_reduction, memory=memory, offload=offload, recompute=recompute)
         asked.invariant = invariant

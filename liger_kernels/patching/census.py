@@ -15,7 +15,6 @@ from liger_kernels.patching.lora.dora import DORA, is_dora_layer
 from liger_kernels.patching.lora.experts import LORA_EXPERTS
 from liger_kernels.patching.lora.layer import LORA, adapts_experts, is_lora_layer
 from liger_kernels.patching.modules import carries_forward, has_own_forward
-from liger_kernels.patching.reads import reading_once
 from liger_kernels.patching.recipes.linear import not_invariant
 from liger_kernels.patching.recipes.probe import package_of
 from liger_kernels.patching.report import Left, PatchReport, Replacement
@@ -24,7 +23,6 @@ from liger_kernels.patching.swap import RAN, recipe_of
 _ADAPTED_SINCE = "it got its adapter after patch(), and PEFT computes that: call patch(model) again"
 
 
-@reading_once()
 def as_of_now(report: PatchReport, model: nn.Module) -> PatchReport:
     """``report``, with what is replaced in ``model`` now and what has changed since :func:`liger_kernels.patch`."""
     replaced, since = [], []

@@ -6,12 +6,10 @@ there cannot change the result of a forward. Examples are hooks, flags and marks
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,40 +37,11 @@ class Reads:
     values: list[tuple[Any, str]] = field(default_factory=list)
 
 
-# By the identities of functions and class: what they read, and they themselves, so that the identities stay theirs.
-_Found = dict[tuple[int, ...], tuple[Reads, list[Any], type]]
-_found: ContextVar[_Found | None] = ContextVar("_found", default=None)
-
-
-@contextlib.contextmanager
-def reading_once() -> Iterator[None]:
-    """Inside, this thread reads the code of a function once: no function and no class may change there."""
-    if _found.get() is not None:
-        yield
-        return
-    token = _found.set({})
-    try:
-        yield
-    finally:
-        _found.reset(token)
-
-
 def reads_of(functions: Iterable[Any], cls: type) -> Reads:
     """The values that ``functions`` of the class ``cls``, and the methods and global functions that they name, may
     read."""
-    functions = list(functions)
-    before = _found.get()
-    if before is None:
-        return _reads_of(functions, cls)
-    key = (id(cls), *map(id, functions))
-    if key not in before:
-        before[key] = _reads_of(functions, cls), functions, cls
-    return before[key][0]
-
-
-def _reads_of(functions: list[Any], cls: type) -> Reads:
     found = Reads()
-    todo, seen = [*functions], set()
+    todo, seen = list(functions), set()
     while todo:
         function = _plain(todo.pop())
         if function in seen:

@@ -114,9 +114,8 @@ def tiny_config(cls: Any) -> PretrainedConfig:
             config = _shrunk(cls.config_class(), attempt)
             if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
                 config.is_decoder = True
-            with _no_large_one(cls, config):
-                model = _build(cls, config, seed=0)
-            _train_once(copy.deepcopy(model))
+            _check_size(cls, config)
+            _train_once(copy.deepcopy(model := _build(cls, config, seed=0)))
             _untrained[cls] = model
             return config
         except Exception as error:  # whatever a foreign model raises is the reason
@@ -277,26 +276,8 @@ def _on_meta() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _no_large_one(cls: type[PreTrainedModel], config: PretrainedConfig) -> Iterator[None]:
-    """Inside, a ``cls`` that turns out not to be tiny raises, before what makes it so is drawn."""
-    sizes: dict[int, int] = {}
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        sizes[id(parameter)] = parameter.numel()
-        if sum(sizes.values()) > MAX_PARAMETERS:
-            hook.remove()
-            _check_size(cls, config)
-
-    hook = nn.modules.module.register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
 def _check_size(cls: type[PreTrainedModel], config: PretrainedConfig) -> None:
-    """Raise, without memory for a model, if it is not tiny. It takes as long as to build a tiny one."""
+    """Raise before memory is allocated for a model that is not tiny."""
     try:
         with _on_meta():
             size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
