@@ -12,10 +12,12 @@ _kept = faults("convergence.kept", "test_convergence_border.py")
 _lifetimes = faults("convergence.arms.lifetimes", "test_convergence_isolation.py")
 _layout = faults("convergence.arms.candidate", "test_convergence_isolation.py")
 _process = faults("convergence.arms.process", "test_convergence_isolation.py")
+_blocks = faults("convergence.arms.interpreter.blocks", "test_interpreter_blocks.py")
 _causal = faults("convergence.arms.tasks.causal_lm", "test_convergence_power.py")
 
 _IN_HOOK = "test_a_fault_in_a_hook_is_seen_by_the_statistic_that_is_meant_for_it"
 _STATE_DICT = "test_what_a_patch_changes_in_the_state_dict_is_named"
+_BLOCK = "test_a_large_block_is_loaded_and_stored_as_by_triton[{}]"
 _PROCESS = "test_what_a_patch_of_one_model_changes_for_the_whole_process_fails[{}]"
 
 # fmt: off
@@ -105,4 +107,12 @@ MUTANTS = (
         "test_convergence_kept.py::test_what_another_process_made_since_the_run_began_is_not_read"),
     _kept("kept_file_not_watched", "A patch may write to references while it runs.",
         "state != before[file]", "False", "test_references_that_a_patch_overwrites"),
+    _blocks("interpreter_stores_where_elements_overlap", "Of two values for one place, the first may stay.",
+        "found is None or not found[2]", "found is None", _BLOCK.format("overlapping-fp32")),
+    _blocks("interpreter_takes_any_mask_for_a_corner", "A block is copied also where its mask is false.",
+        "count == 0 or math.prod(lengths) != count or (not mask[place].all())", "count == 0",
+        _BLOCK.format("contiguous-fp32")),
+    faults("convergence.op.launched", "test_convergence_op.py")("op_that_fills_by_a_mask_waits",
+        "A number that is written by a mask counts as a wait.",
+        "writes_a_number and len(given) == 1", "False", "test_an_honest_op_passes_all_checks[WritesANumberByAMask]"),
 )
