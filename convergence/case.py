@@ -254,8 +254,8 @@ def _blame(case: Case, verdict: Verdict, arms: Arms, timeout: float, origin: Ori
     if not searched(failed):  # no other process need be given all that was observed
         return [], Verdict()
     known = _references(case)  # to another process goes the name of their file, where they are kept
-    pairs = known.pairs if len(arms.pairs) == len(known.pairs) else arms.pairs
-    arguments = case, replace(known, pairs=pairs, more=[]), failed, arms.candidate.trajectory
+    judged = replace(known, more=arms.pairs[len(known.pairs) :])
+    arguments = case, judged, failed, arms.candidate.trajectory
     try:
         found = origin.call(_who, *arguments, timeout=timeout) if _is_isolated(case, origin) else _who(*arguments)
     except NotHere as error:
@@ -267,7 +267,7 @@ def _blame(case: Case, verdict: Verdict, arms: Arms, timeout: float, origin: Ori
 
 def _who(case: Case, reference: References, failed: set[Key], trajectory: Trajectory | None) -> list[Blame]:
     run = reference.run(DTYPES[case.dtype], torch.device(case.device), construct=construct(case), curve=())
-    return blame(case.patch, run, reference.pairs, failed, trajectory)
+    return blame(case.patch, run, [*reference.pairs, *reference.more], failed, trajectory)
 
 
 def _is_in_setup(case: Case) -> bool:
