@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from convergence.arms import isolate
 
 ROOT = Path(__file__).parent.parent
@@ -20,6 +22,7 @@ def python(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_names_and_metadata_come_with_install_and_go_with_uninstall() -> None:
     """After trl it is too late. Losses that are not provided say so when they are constructed."""
     python("""
@@ -123,6 +126,7 @@ def patched_by_the_flag(folder: str) -> None:
     assert not is_liger_kernel_available()
 
 
+@pytest.mark.slow
 def test_the_flag_of_transformers_patches_the_model(tmp_path: Path) -> None:
     """``use_liger_kernel=True``, with and without a configuration, and on a model that is patched already; transformers
     was imported before the package is installed, and loses it again."""

@@ -379,6 +379,7 @@ def test_what_somebody_else_put_there_stays(monkeypatch: pytest.MonkeyPatch) -> 
     assert vars(FUNCTION)["apply"] is later
 
 
+@pytest.mark.slow
 def test_a_model_with_the_head_in_the_documented_order() -> None:
     """``install()`` before trl is imported; then the head that trl gives a model, with a softcap, too."""
     python("""

@@ -49,6 +49,7 @@ def run(folder: Path, code: str, *options: str) -> int:
         return suite(*CASE, *options)
 
 
+@pytest.mark.slow
 def test_the_same_patch_is_the_same_bit_for_bit(before, tmp_path):
     """Into the same folder: the run adds a record and is compared with the one that was there."""
     assert run(tmp_path, HONEST, "--compare-to", str(before), "--records", str(before)) == 0

@@ -53,6 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("mutant", "dtype"), parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", CULPRITS)
 def test_the_culprit_is_named(fault, dtype):
     case = Case("llama-untied", dtype, f"tests.blame_faults:{fault}", "plain", DEVICE)
@@ -66,6 +67,7 @@ def test_the_culprit_is_named(fault, dtype):
     assert row["note"] in report.failure(record)
 
 
+@pytest.mark.slow
 def test_the_mutated_kernel_is_blamed(mutant: Mutant, dtype: str):
     record = prove(Case(mutant.model, dtype, f"tests.mutants:{mutant.name}", device=DEVICE))
     assert {row["kernel"] for row in record.blame} == {mutant.kernel}, record.blame

@@ -56,6 +56,7 @@ def test_our_patch_is_equal_on_the_checkpoints_own_weights(folder: Path, tmp_pat
     assert not any(step.startswith("AdamW") for step in steps)
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_by_the_command(folder: Path, tmp_path: Path) -> None:
     patch = "tests.mutants:n1a_norm_without_offset"
     arguments = ("--patch", patch, "--records", str(tmp_path), "-q", "-p", "no:xdist", "-p", "no:faulthandler")
@@ -68,6 +69,7 @@ def test_a_fault_is_found_by_the_command(folder: Path, tmp_path: Path) -> None:
     assert "logits" in record.reason or "loss" in record.reason
 
 
+@pytest.mark.slow
 def test_a_truth_in_float32_judges_bfloat16_and_the_record_says_so(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Checkpoint, "truth", lambda self, dtype, device: torch.float32)
     code, record = prove(folder / "llama", tmp_path, "--patch", OURS, "--dtypes", "bfloat16")

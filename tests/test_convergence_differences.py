@@ -14,6 +14,7 @@ from tests.elsewhere_patches import copy_package
 NUMBERS = ("1 / 2", "**3 / 2**", "1e-08 / 1e-07", "-")
 
 
+@pytest.mark.slow
 def test_a_kernel_that_changed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     there, page = copy_package(tmp_path / "there", halves=True), tmp_path / "page.md"

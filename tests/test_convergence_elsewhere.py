@@ -44,6 +44,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("there")
 
 
+@pytest.mark.slow
 def test_another_order_of_a_sum_is_equal_though_not_bit_for_bit(there: Path) -> None:
     one, two = (judged(write_patch(there, halves=halves)) for halves in (False, True))
     assert (one.verdict, two.verdict) == ("equal", "equal"), (failure, one.reason, two.reason)
@@ -66,6 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True], ids=["another order", "wrong"])
 def test_this_package_at_another_commit(wrong: bool, model: Path, tmp_path: Path) -> None:
     """The whole command, on a checkpoint of one layer. The record says where the candidate is from."""
@@ -86,6 +88,7 @@ def test_this_package_at_another_commit(wrong: bool, model: Path, tmp_path: Path
     assert record.environment["candidate commit"] == record.versions["candidate commit"]
 
 
+@pytest.mark.slow
 def test_an_environment_trains_what_this_one_trains(tmp_path: Path) -> None:
     """Another Python: a script that runs this one. What it lacks comes from here, and every bit is the same."""
     python = tmp_path / "bin" / "python"
@@ -133,6 +136,7 @@ def test_a_program_that_is_no_python_is_a_usage_error(tmp_path: Path) -> None:
         origin_at(str(program), [CASE])
 
 
+@pytest.mark.slow
 def test_a_package_that_the_proof_cannot_observe_is_a_usage_error(tmp_path: Path) -> None:
     there = write_no_models(copy_package(tmp_path))
     (there / "liger_kernels" / "patching" / "report.py").unlink()

@@ -73,6 +73,7 @@ def call(paths: list[str]) -> Iterator[Any]:
     program.stop()
 
 
+@pytest.mark.slow
 def test_calls_share_what_is_imported_and_nothing_else(call: Any) -> None:
     (one, server), (two, again) = call(here_and_parent), call(here_and_parent)
     assert one != two
@@ -106,6 +107,7 @@ def test_the_end_of_a_process_is_its_own(call: Any) -> None:
     assert call(here_and_parent)[1] == server
 
 
+@pytest.mark.slow
 def test_a_server_that_stands_still_does_not_keep_its_caller(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is killed, and another one takes its place."""
     _, server = call(here_and_parent)
@@ -131,6 +133,7 @@ def test_a_program_that_never_answers_is_out_of_time(tmp_path: Path) -> None:
     assert server.process.wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_where_a_fork_does_not_survive_each_call_has_its_own_interpreter(paths: list[str], tmp_path: Path) -> None:
     """An import there has started what a forked process cannot use."""
     there = copy_package(tmp_path)

@@ -100,6 +100,7 @@ def test_another_run_imports_nothing_and_keeps_its_options(tmp_path: Path, worke
     assert status == 0, output
 
 
+@pytest.mark.slow
 def test_patches_of_others_in_the_current_folder_are_judged_and_reported(tmp_path: Path) -> None:
     """Without ``liger_kernels``, by a worker whose records go into the report."""
     options = ("--profile", "plain", "--patch", "others:patch,others:wrong", "--no-blame", "-n", "1")

@@ -35,6 +35,7 @@ def test_an_honest_patch_passes(run):
     assert "llama-untied/float32/honest: equal" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shown"),
     [
@@ -62,6 +63,7 @@ def test_a_baseline_that_was_patched_fails(run, monkeypatch):
     assert "LlamaRMSNorm.forward" in output
 
 
+@pytest.mark.slow
 def test_our_own_patch_passes_and_leaves_records_with_all_that_a_report_shows(run, tmp_path):
     code, output = run("--profile", "plain")
     assert code == 0, output

@@ -58,6 +58,7 @@ def found(record: Record) -> set[tuple[str, str]]:
 PATCHED_TOO, NOT_PATCHED = {("other models", "patched too")}, {("candidate", "not patched")}
 
 
+@pytest.mark.slow
 def test_a_patch_of_one_model_that_changes_a_class_fails_and_spares_the_next_case():
     record = judged("class_forward")
     assert record.verdict == "different"
@@ -81,6 +82,7 @@ def test_a_number_that_is_near_its_bound_is_judged_by_more_replicas(value: float
     assert seen == [[1], *([[1, 2, 3]] if asked else [])]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_wrong_by_more_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tolerance, "MANY_REPLICAS", tolerance.REPLICAS + 2)
     references.cache_clear()
@@ -92,6 +94,7 @@ def test_what_is_wrong_is_wrong_by_more_replicas(monkeypatch: pytest.MonkeyPatch
     references.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_model_that_the_patch_returns_takes_the_place_of_the_one_that_it_was_given() -> None:
     assert judged("makes_a_model").verdict == "equal"
     record = judged("makes_a_model_of_another_norm", blames=True)
@@ -107,6 +110,7 @@ def test_a_returned_model_that_nobody_patched_is_not_patched(patch: str) -> None
     assert found(record) >= NOT_PATCHED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wakes", [False, True])
 def test_where_an_import_starts_the_gpus_driver_no_process_is_forked(wakes: bool, tmp_path: Path) -> None:
     """The driver does not survive a fork. A package of this test stands for one that starts it."""
@@ -329,6 +333,7 @@ def train_on_one_step(case: Case) -> Candidate:
     return train_case(case, replace(given, steps=given.steps[:1]))
 
 
+@pytest.mark.slow
 def test_what_comes_back_is_bit_for_bit_what_is_trained_here():
     case = Case("llama-untied", "bfloat16", BUILT_IN[0], "plain", DEVICE)
     here, there = train_on_one_step(case), isolate.call(train_on_one_step, case)

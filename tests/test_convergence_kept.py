@@ -26,6 +26,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return arms
 
 
+@pytest.mark.slow
 def test_a_second_run_trains_the_candidate_only(tmp_path: Path, trained: list[str]) -> None:
     options = (*CASE, "--references", str(tmp_path))
     assert suite(*options, "--patch", "tests.convergence_faults:honest") == 0

@@ -61,6 +61,7 @@ def scale(folder: Path) -> None:
     change(folder, digest=hashlib.sha256(data).hexdigest())
 
 
+@pytest.mark.slow
 def test_a_kept_candidate_is_judged_without_its_patch(run: Path, tmp_path: Path) -> None:
     """The patch cannot be imported here. Bits, statistics and the record's versions are those of the first run."""
     assert suite(*OPTIONS, "--candidate-from", str(run / "kept"), "--records", str(tmp_path)) == 0

@@ -269,6 +269,7 @@ def test_a_cpu_runs_the_interpreter(device: str, package: None, monkeypatch: pyt
     assert os.environ["TRITON_INTERPRET"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "status", "shown"),
     [

@@ -24,6 +24,7 @@ def prove(folder: Path, *options: str) -> dict[str, Record]:
     return {str(record.case): record for record in load_folder(folder)}
 
 
+@pytest.mark.slow
 def test_patches_of_any_model_are_judged(tmp_path: Path) -> None:
     """A fault in a backward pass is seen in numbers on each of them, and another order of sums is none."""
     options = ("--dtypes", "float32", "--patch", f"{HERE}:equal,{HERE}:wrong", "--no-blame")
@@ -43,6 +44,7 @@ def test_patches_of_any_model_are_judged(tmp_path: Path) -> None:
     assert "gradient of the hidden states entering blocks.1" in seen
 
 
+@pytest.mark.slow
 def test_our_patch_runs_its_kernels_there_and_faults_are_seen(tmp_path: Path) -> None:
     patches = ("convergence.patches:fused_linear", f"{HERE}:wrong", f"{HERE}:wrong_in_evaluation")
     records = prove(tmp_path, "--models", "mixer", "--dtypes", "bfloat16", "--patch", ",".join(patches))

@@ -160,6 +160,7 @@ def against(candidate: Trajectory, mode: str, steps: list[PackedStep], arms: lis
     return compare(reduced_pairs(arms, mode, steps), candidate, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_packed_rows_teach_what_their_samples_teach(arms, mode):
     steps = packed_steps()
@@ -253,6 +254,7 @@ def told_apart(monkeypatch: pytest.MonkeyPatch, mini: MiniModel) -> None:
             monkeypatch.setattr(module, name, stand_in)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_packed_rows_of_hybrids_teach_what_their_samples_teach(name, monkeypatch):
     """The patch hands on what says where samples begin; with ``position_ids`` alone, the state of one leaks."""

@@ -108,6 +108,7 @@ return [Math.min(...texts.map(ratio)), getComputedStyle(document.body).backgroun
 """
 
 
+@pytest.mark.slow
 def test_a_browser_shows_it(tmp_path):
     """Without an error or a request, which the page's own policy forbids and the console would name; as wide as a
     phone, with every case open; in both schemes with the contrast of 4.5 that WCAG asks for; by keyboard."""

@@ -39,6 +39,7 @@ def test_the_table_reaches_what_it_is_there_for():
     assert {row.config().head_dim for row in SHAPES.values()} == {64, 96, 128, 256}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), [(name, row.dtypes[-1]) for name, row in SHAPES.items()])
 def test_every_shape_runs_divided(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large, "LARGE", 2**14)

@@ -77,6 +77,7 @@ def test_too_few_gpus_are_absent(monkeypatch):
     assert "needs 2 GPUs; this machine has 1" in absent(case)
 
 
+@pytest.mark.slow
 def test_our_patch_is_equal_and_fused():
     said: list[tuple[Any, ...]] = []
     with progress.told_to(said.append):
@@ -97,6 +98,7 @@ def test_a_patch_that_does_nothing_is_not_patched():
     assert [row[2] for row in record.failures] == ["not patched"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("order", "verdict", "said"),
     [("before", "equal", ""), ("after", "cannot run", "another model than the wrapped one")],
@@ -108,12 +110,14 @@ def test_a_returned_model_is_wrapped_and_takes_no_wrapped_ones_place(order, verd
     assert said in record.reason
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_a_verdict():
     record = prove(Case("llama-tied", "float32", "tests.setup_faults:second_rank_dies", "plain", setup="ddp"))
     assert record.verdict == "different"
     assert record.failures[0][2] in ("died", "raised")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", setup_faults.FAULTS)
 def test_a_fault_is_seen(fault, request):
     """Those of one process by default; all with ``--mutants all``."""

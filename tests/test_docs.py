@@ -96,6 +96,7 @@ def test_what_tools_write_is_what_the_pages_say() -> None:
     assert drawn == picture.read_text(encoding="utf-8"), "python -m tools.models_picture"
 
 
+@pytest.mark.slow
 def test_the_longest_sequences_are_the_longest() -> None:
     """Of each GPU, one row is counted, each time another one. All of them take minutes."""
     page = (ROOT / "docs/evidence/longest-sequences.md").read_text(encoding="utf-8")

@@ -164,6 +164,7 @@ SETUPS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS)
 def test_nothing_of_a_step_is_left(setup: str) -> None:
     model = SETUPS[setup]()

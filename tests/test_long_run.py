@@ -66,6 +66,7 @@ def test_every_step_is_in_one_block() -> None:
     assert (at[0].step, at[-1].step) == ("steps 1 to 5", "steps 103 to 107")
 
 
+@pytest.mark.slow
 def test_many_steps_of_a_checkpoint_are_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_run, "LONG", 20)
     save("llama", tmp_path / "llama")

@@ -45,17 +45,35 @@ def test_cells_tox_and_docs_name_the_same_set() -> None:
 
 
 def test_what_the_newest_cell_does_not_run_in_ci_runs_in_its_versions() -> None:
-    """The proof in ``tox run -e convergence``, which has all of the cell's and more, and the set-ups in ``setups``."""
+    """The proof in ``tox run -e convergence``, which has all of the cell's and more, and the set-ups in ``setups``. Of
+    ``models``, every model is patched and trained by ``tests/test_patching_zoo.py``, which compares signatures, too."""
     newest, tox = new.newest_cell(cells.load_all(), "versions"), tox_ini()
     environment = dict(tox["testenv:newest"])
     assert environment["deps"] == f"-r matrix/cells/{newest.name}.txt"
     stages = {stage.name: stage for stage in STAGES[newest.kind]}
-    chosen = re.fullmatch(rf"python -m matrix cell {newest.name} --stages (\S+) \{{posargs\}}", environment["commands"])
+    cell, models = environment["commands"].strip().splitlines()
+    chosen = re.fullmatch(rf"python -m matrix cell {newest.name} --stages (\S+) \{{posargs\}}", cell)
     assert chosen
-    assert {*chosen[1].split(",")} | {"convergence", "setups"} == {*stages}
+    assert {*chosen[1].split(",")} | {"convergence", "setups", "models"} == {*stages}
+    here = {"matrix/checks/test_models.py"}
+    assert {*models.removeprefix("pytest ").split()} | here == {*stages["models"].arguments}
     assert f"--setups {{posargs:{stages['setups'].arguments[-1]} " in tox["testenv:setups"]["commands"]
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert {f"{package}=={newest.pins[package]}" for package in ("torch", "triton", "transformers")} <= {*constraints}
+
+
+def test_ci_runs_what_needs_a_compiler_in_the_newest_torch() -> None:
+    newest, tox = new.newest_cell(cells.load_all(), "torch"), tox_ini()
+    environment = dict(tox["testenv:newest-torch"])
+    assert environment["deps"] == f"-r matrix/cells/{newest.name}.txt"
+    assert f"python -m matrix cell {newest.name} --stages compile,convergence " in environment["commands"]
+    marked = {
+        path for path in ROOT.glob("tests/*.py") if "\n@pytest.mark.compilers\n" in path.read_text(encoding="utf-8")
+    }
+    (compile_stage,) = (stage for stage in STAGES[newest.kind] if stage.name == "compile")
+    ran = {*environment["commands"].split(), *compile_stage.arguments}
+    assert {str(path.relative_to(ROOT)) for path in marked} <= ran
+    assert "newest-torch" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
 def test_a_cell_is_called_what_it_pins() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import liger_kernels
-from matrix.checks.test_models import differs, other_signatures
+from matrix.checks.signatures import differs, other_signatures
 
 
 class Upstream:

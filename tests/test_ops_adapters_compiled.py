@@ -75,6 +75,7 @@ def layer_of(model: Any) -> Any:
     return layer
 
 
+@pytest.mark.compilers
 def test_traced() -> None:
     """Without Inductor, of which a CPU takes long to compile anything."""
     check_compiled(lambda m: layer_of(m).compile(backend="aot_eager", dynamic=False), torch.float32)

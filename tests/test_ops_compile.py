@@ -305,6 +305,7 @@ def records(request: pytest.FixtureRequest, compiled: Callable[[str], Any]) -> l
     return compiled(request.param)
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize("target", TARGETS)
 def test_compiles(records: list[dict[str, Any]], target: str) -> None:
     mine = [record for record in records if record["target"] == target]
@@ -313,6 +314,7 @@ def test_compiles(records: list[dict[str, Any]], target: str) -> None:
     assert not failed, "\n".join(failed)
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize("target", TARGETS)
 def test_shared_memory_suffices(records: list[dict[str, Any]], target: str) -> None:
     mine = [record for record in records if record["target"] == target and not record["error"]]
@@ -333,6 +335,7 @@ def specials(once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory)
     return once("compiled-specials", lambda: in_subprocess(tmp_path_factory.mktemp("triton"), __name__, *calls))
 
 
+@pytest.mark.compilers
 def test_a_gpu_of_little_shared_memory_loads_less_ahead(specials: list[Any]) -> None:
     shared, _ = specials
     assert {"_rms_norm_bwd_kernel"} < shared.keys()
@@ -340,6 +343,7 @@ def test_a_gpu_of_little_shared_memory_loads_less_ahead(specials: list[Any]) -> 
     assert shared["_rms_norm_bwd_kernel"] > SMALL[3] // 2  # else it would load nothing ahead
 
 
+@pytest.mark.compilers
 def test_offsets_are_64_bits_wide(records: list[dict[str, Any]]) -> None:
     """No row number is multiplied by a stride, or by the length of a row, in 32 bits, where it would wrap at 2^31."""
     for record in records:
@@ -377,6 +381,7 @@ def test_what_a_program_loads_at_once() -> None:
     assert loaded_at_once("%one = tt.load %p : !tt.ptr<f32>") == 0
 
 
+@pytest.mark.compilers
 def test_every_kernel_is_compiled(compiled: Callable[[str], list[dict[str, Any]]]) -> None:
     assert kernels() == {record["kernel"] for name in CASES for record in compiled(name)}
 
@@ -387,6 +392,7 @@ def wide_operations(ttir: str) -> list[str]:
     return [x for x in lines if "f64" in x and "arith.truncf" not in x and not x.startswith(("tt.func", "#loc"))]
 
 
+@pytest.mark.compilers
 def test_numbers_are_rounded_before_anything_else(specials: list[Any]) -> None:
     """torch.compile hands Python numbers to a kernel as float64; a kernel that computes with them as they come runs at
     a fraction of its speed, with the right result."""

@@ -42,6 +42,7 @@ def _results(op: Callable[..., object], inputs: Inputs) -> list[torch.Tensor]:
     return [*made, *torch.autograd.grad(total, [x for x in inputs if x.requires_grad])]
 
 
+@pytest.mark.compilers
 @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "as torch decides"])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_graph_for_many_sizes(name, dynamic, device):

@@ -86,6 +86,7 @@ def test_the_reference_is_that_of_merged_weights() -> None:
     assert torch.autograd.gradcheck(adapted(experts_ref, ids), given, fast_mode=True)
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(
     tokens=st.integers(6, 40),

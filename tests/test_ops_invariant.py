@@ -89,6 +89,7 @@ def test_in_any_batch(memory: str | None, dtype: torch.dtype, options: dict[str,
     assert not not_the_same(call, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 def test_without_the_option_bits_differ(dtype: torch.dtype) -> None:
     """So the test above can fail. On a CPU: which products a GPU computes alike is its library's. In bfloat16 few last

@@ -387,6 +387,7 @@ class Heads(torch.nn.Module):
 WAYS = [{"chunk_size": size, "reduction": reduction} for size in (CHUNK, 99) for reduction in ("mean", "none")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "ways", "dynamic"),
     # Inductor takes long for each head: one, where the number of tokens is a symbol.

@@ -174,6 +174,7 @@ def traced(once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -
     return once("traced", lambda: in_subprocess(tmp_path_factory.mktemp("triton"), __name__, *calls))
 
 
+@pytest.mark.compilers
 @traces_launches
 def test_dynamo_traces_down_to_the_launches(traced: list[Any]) -> None:
     """Without a graph break, forward and backward, for any number of rows, also where every number is a symbol."""
@@ -184,6 +185,7 @@ def test_dynamo_traces_down_to_the_launches(traced: list[Any]) -> None:
     assert launched == expected | {f"{name}, dynamic": count for name, count in expected.items()}
 
 
+@pytest.mark.compilers
 @traces_launches
 def test_a_compiled_program_sees_what_a_kernel_writes_to(traced: list[Any]) -> None:
     """It goes by the parsed kernel, whatever the address of a store was computed from, and by the program around it."""
@@ -191,6 +193,7 @@ def test_a_compiled_program_sees_what_a_kernel_writes_to(traced: list[Any]) -> N
     assert overwritten == []
 
 
+@pytest.mark.compilers
 @traces_launches
 def test_kernels_that_run_in_eager_only_are_in_no_program(traced: list[Any]) -> None:
     """Nor are those of the loss' mean, which the test of launches counts."""

@@ -455,6 +455,7 @@ def train_on_rank(rank: int, folder: str) -> None:
             trainer.train()
 
 
+@pytest.mark.slow
 @isolated
 def test_two_ranks(tmp_path):
     """The Trainer and a loop of one's own, each rank with other samples."""

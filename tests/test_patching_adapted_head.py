@@ -210,6 +210,7 @@ def test_autocast() -> None:
     assert not fallbacks(model)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_its_logits() -> None:
     torch._dynamo.reset()
     model = adapted(tiny("llama", num_hidden_layers=0), target_modules=["lm_head"])

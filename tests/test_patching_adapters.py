@@ -94,6 +94,7 @@ def called_by(function):
         sys.setprofile(profiler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "order"), [("llama", "patch first"), ("gemma2", "compile first")])
 def test_a_compiled_model_trains_the_same(family, order, asked):
     """It leaves norms to Inductor, which fuses them with the residuals around them; where a program is short, and
@@ -123,6 +124,7 @@ def test_a_compiled_model_trains_the_same(family, order, asked):
     assert {"rms_norm", "rope"} <= set(asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dynamic"), [("gemma2", None), ("llama", True)], ids=["long", "of any length"])
 def test_compiled_decoder_layers_train_the_same_without_a_graph_break(family, dynamic, asked, monkeypatch):
     """Long ones launch all but their norms, and so do those of any length."""

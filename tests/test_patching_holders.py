@@ -138,6 +138,7 @@ def compiled_call(model: Any) -> None:
 HOLDERS = (in_float32, wrapped, partial, compiled, compiled_call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hold", HOLDERS, ids=lambda hold: hold.__name__)
 def test_a_model_whose_forward_somebody_kept(hold):
     """Patched, unpatched, patched again with other options, and unpatched."""

@@ -253,6 +253,7 @@ def test_logits_that_were_changed_in_place_have_none() -> None:
         out.loss.backward()
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_says_that_it_has_none() -> None:
     """At the backward that should have brought it."""
     model = tiny("llama", num_hidden_layers=0)

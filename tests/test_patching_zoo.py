@@ -23,6 +23,7 @@ from convergence.judge.tolerance import FLOOR_ROUNDOFFS, REPLICAS, rms, three_wa
 from liger_kernels.ops import launches
 from matrix.checks import zoo
 from matrix.checks.classes import ModelClass, causal
+from matrix.checks.signatures import other_signatures
 from tests.patching_checks import DEVICE, unlisted
 
 # How many classes train on the fused loss, by version of transformers; `pytest -rP -k test_count` prints it. A version
@@ -125,6 +126,7 @@ def test_patched_equals_unpatched(found, known):
         pytest.skip(f"not in the zoo: {error}")
     candidate = copy.deepcopy(baseline)
     report = liger_kernels.patch(candidate)
+    assert other_signatures(candidate, baseline) == []  # before the forward: some models swap modules in it
     before = cross_entropy_launches()
     ours = train(candidate)
     reason = unfused(report, cross_entropy_launches() - before)

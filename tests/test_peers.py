@@ -39,6 +39,7 @@ def head_of_another_label(model):
     peers._with_head(model, loss)
 
 
+@pytest.mark.slow
 def test_patches_of_one_run_share_truth_and_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arms: list[str] = []
     monkeypatch.setattr(case.progress, "begin", arms.append)

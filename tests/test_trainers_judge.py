@@ -63,6 +63,7 @@ def crashes(model: Any) -> None:
     model.forward = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("patch", "scope", "statistic"),
     [

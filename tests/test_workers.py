@@ -36,6 +36,7 @@ def pytest_terminal_summary(terminalreporter):
 """
 
 
+@pytest.mark.slow
 def test_cases_of_one_group_run_on_one_worker_which_has_its_share(tmp_path) -> None:
     """As a user runs them. Else every case trains truth and baseline again (with pytest 9.2, xdist 3.8 sees no groups:
     https://github.com/pytest-dev/pytest-xdist/issues/1386), and two workers take all cores each, and who

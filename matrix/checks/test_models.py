@@ -8,8 +8,7 @@ record per class.
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from convergence.files import write_json
 from liger_kernels.ops import launches
 from matrix.checks import zoo
 from matrix.checks.classes import ModelClass, causal
+from matrix.checks.signatures import other_signatures
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -29,29 +29,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def quiet() -> Iterator[None]:
     with zoo.quiet():
         yield
-
-
-def differs(patched: Callable[..., Any], upstream: Callable[..., Any]) -> str:
-    """Why ``patched`` does not accept exactly what ``upstream`` does; empty when it does.
-
-    A signature can be borrowed (``functools.wraps``), so code that is not upstream's must hand everything on.
-    """
-    expected, shown = (list(inspect.signature(function).parameters.values()) for function in (upstream, patched))
-    if expected != shown:
-        return f"it takes {', '.join(map(str, shown))} instead of {', '.join(map(str, expected))}"
-    theirs, ours = (getattr(function, "__func__", function) for function in (upstream, patched))
-    borrowed = hasattr(ours, "__wrapped__") or hasattr(ours, "__signature__")
-    everything = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    if borrowed and ours.__code__ is not theirs.__code__ and ours.__code__.co_flags & everything != everything:
-        return "its signature is borrowed, and it does not hand everything on"
-    return ""
-
-
-def other_signatures(patched: Any, upstream: Any) -> list[str]:
-    """Every module of ``patched`` whose forward does not accept exactly what its twin's in ``upstream`` does."""
-    twins = dict(upstream.named_modules())
-    found = ((path, differs(part.forward, twins[path].forward)) for path, part in patched.named_modules())
-    return [f"{path or type(patched).__name__}.forward: {why}" for path, why in found if why]
 
 
 def leave_record(config: pytest.Config, name: str, **found: Any) -> None:
