@@ -95,10 +95,12 @@ def test_who_launched_a_sum_has_not_every_bit_of_the_baseline(dtype, setup, laun
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("bfloat16", "cross_entropy"), ("float32", "rms_norm")])
 def test_an_honest_sum_has_other_bits_than_the_baseline(dtype, kernel) -> None:
+    """In one step of them all: in a single one, it depends on where PyTorch's memory lies."""
     given = inputs("llama-untied", dtype, "plain", 0)
+    steps = frozenset(step.name for step in given.steps)
 
     def trained(patch: Any) -> Trajectory:
-        result = train(given.run(DTYPES[dtype], torch.device(DEVICE), patch=patch, only=frozenset({"plain 0"})))
+        result = train(given.run(DTYPES[dtype], torch.device(DEVICE), patch=patch, only=steps))
         result.model = None
         return result
 
