@@ -44,36 +44,46 @@ def test_cells_tox_and_docs_name_the_same_set() -> None:
     assert in_tox() == in_docs() == list(cells.load_all())
 
 
+def of_ci(name: str, cell: cells.Cell) -> tuple[set[str], set[str]]:
+    """The stages of ``cell`` that the environment of CI runs, and the words of its other commands."""
+    environment = dict(tox_ini()[f"testenv:{name}"])
+    assert environment["deps"] == f"-r matrix/cells/{cell.name}.txt"
+    stages, *others = environment["commands"].strip().splitlines()
+    chosen = re.fullmatch(rf"python -m matrix cell {cell.name} --stages (\S+) \{{posargs\}}", stages)
+    assert chosen
+    assert name in (ROOT / ".ci" / "run").read_text(encoding="utf-8").partition(" -e ")[2]
+    return {*chosen[1].split(",")}, {word for other in others for word in other.split()}
+
+
 def test_what_the_newest_cell_does_not_run_in_ci_runs_in_its_versions() -> None:
     """The proof in ``tox run -e convergence``, which has all of the cell's and more, and the set-ups in ``setups``. Of
     ``models``, every model is patched and trained by ``tests/test_patching_zoo.py``, which compares signatures, too."""
     newest, tox = new.newest_cell(cells.load_all(), "versions"), tox_ini()
-    environment = dict(tox["testenv:newest"])
-    assert environment["deps"] == f"-r matrix/cells/{newest.name}.txt"
     stages = {stage.name: stage for stage in STAGES[newest.kind]}
-    cell, models = environment["commands"].strip().splitlines()
-    chosen = re.fullmatch(rf"python -m matrix cell {newest.name} --stages (\S+) \{{posargs\}}", cell)
-    assert chosen
-    assert {*chosen[1].split(",")} | {"convergence", "setups", "models"} == {*stages}
-    here = {"matrix/checks/test_models.py"}
-    assert {*models.removeprefix("pytest ").split()} | here == {*stages["models"].arguments}
+    chosen, others = of_ci("newest", newest)
+    assert chosen | {"convergence", "setups", "models"} == {*stages}
+    elsewhere = {"matrix/checks/test_census.py", "matrix/checks/test_models.py"}
+    assert others - {"pytest"} | elsewhere == {*stages["models"].arguments}
     assert f"--setups {{posargs:{stages['setups'].arguments[-1]} " in tox["testenv:setups"]["commands"]
     constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert {f"{package}=={newest.pins[package]}" for package in ("torch", "triton", "transformers")} <= {*constraints}
 
 
+def test_ci_runs_all_but_two_ranks_of_the_oldest_cell() -> None:
+    oldest = next(cell for cell in cells.load_all().values() if cell.kind == "versions")
+    chosen, _ = of_ci("oldest", oldest)
+    assert chosen | {"setups"} == {stage.name for stage in STAGES[oldest.kind]}
+
+
 def test_ci_runs_what_needs_a_compiler_in_the_newest_torch() -> None:
-    newest, tox = new.newest_cell(cells.load_all(), "torch"), tox_ini()
-    environment = dict(tox["testenv:newest-torch"])
-    assert environment["deps"] == f"-r matrix/cells/{newest.name}.txt"
-    assert f"python -m matrix cell {newest.name} --stages compile,convergence " in environment["commands"]
-    marked = {
-        path for path in ROOT.glob("tests/*.py") if "\n@pytest.mark.compilers\n" in path.read_text(encoding="utf-8")
-    }
-    (compile_stage,) = (stage for stage in STAGES[newest.kind] if stage.name == "compile")
-    ran = {*environment["commands"].split(), *compile_stage.arguments}
-    assert {str(path.relative_to(ROOT)) for path in marked} <= ran
-    assert "newest-torch" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    newest = new.newest_cell(cells.load_all(), "torch")
+    chosen, others = of_ci("newest-torch", newest)
+    stages = {stage.name: stage for stage in STAGES[newest.kind]}
+    assert chosen | {"ops"} == {*stages}
+    texts = {f"tests/{path.name}": path.read_text(encoding="utf-8") for path in ROOT.glob("tests/*.py")}
+    marked = {name for name, text in texts.items() if "\n@pytest.mark.compilers\n" in text}
+    assert len(marked) == 4
+    assert marked <= others | {*stages["compile"].arguments}
 
 
 def test_a_cell_is_called_what_it_pins() -> None:
