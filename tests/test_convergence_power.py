@@ -36,7 +36,7 @@ def trained(reference: References, dtype: torch.dtype, patch: str, **options: An
     return candidate
 
 
-@pytest.mark.slow
+@pytest.mark.power
 def test_one_percent_of_any_gradient_is_seen_in_bfloat16():
     """A gain and its bound follow from one quantity alone, so all parameters can be scaled at once and looked up one at
     a time. Nothing else is asked of them than their own gain, and nothing of an honest candidate fails."""

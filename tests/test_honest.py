@@ -82,7 +82,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("model", "dtype", "seed", "honest"), parameters)
 
 
-@pytest.mark.slow
+@pytest.mark.power
 def test_an_honest_candidate_passes(model, dtype, seed, honest, request):
     device = request.config.getoption("--device")
     began, judged = time.perf_counter(), "float32" if dtype == "tf32" else dtype

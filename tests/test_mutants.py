@@ -61,7 +61,7 @@ def prove(patch: str, model: str, dtype: str, *others: str) -> int:
     return suite(*chosen, *others)
 
 
-@pytest.mark.slow
+@pytest.mark.power
 def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     records = request.config.getoption("--records")
     folder = Path(records) if records else tmp_path
@@ -78,7 +78,7 @@ def test_the_proof_kills(mutant: Mutant, dtype: str, request: pytest.FixtureRequ
     assert found & expected, record.failures
 
 
-@pytest.mark.slow
+@pytest.mark.power
 def test_its_own_check_kills(checked: Mutant, tmp_path: Path) -> None:
     """In a copy of the sources with the fault in it, the test that is there for it fails."""
     for folder in ("benchmarks", "liger_kernels", "convergence", "matrix", "tests", "tools"):
@@ -185,7 +185,7 @@ def changed(before: Symbols, names: Collection[str] = ()) -> list[tuple[object, 
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.power
 def test_every_mutant_finds_its_place_and_everything_is_put_back() -> None:
     """A fault whose place is gone would test nothing; and after all of them, every object and every function's code is
     what it was."""
@@ -218,7 +218,7 @@ def test_a_mutant_knows_every_name_that_it_writes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.power
 def test_an_honest_case_after_a_mutant_in_the_same_process_is_equal(capfd: pytest.CaptureFixture[str]) -> None:
     for name in (
         "norm_weight_gradient_of_one_percent_more",

@@ -11,6 +11,7 @@ from tests.ranks import on_ranks
 from tests.vocab_parallel_ranks import WORLDS, checks, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "check"), [(world, check) for world in WORLDS for check in checks(world)])
 def test_on_ranks(once: Callable[..., Any], world: int, check: str) -> None:
     found_by = once(f"vocab-parallel-{world}", lambda: on_ranks(run, ranks=world))

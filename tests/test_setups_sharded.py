@@ -18,6 +18,7 @@ def found(once: Callable[..., Any]) -> list[dict[str, Any]]:
     return once("sharded", lambda: on_ranks(sharded_ranks.run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_training(found: list[dict[str, Any]], setup: str, order: str) -> None:
