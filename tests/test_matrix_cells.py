@@ -44,6 +44,12 @@ def test_cells_tox_and_docs_name_the_same_set() -> None:
     assert in_tox() == in_docs() == list(cells.load_all())
 
 
+def ci_environments() -> list[str]:
+    """What ``.ci/run`` runs two at a time, after the proof and the unit tests."""
+    *_, last = (ROOT / ".ci" / "run").read_text(encoding="utf-8").rstrip().splitlines()
+    return last.strip().removeprefix("-e ").split(",")
+
+
 def of_ci(name: str, cell: cells.Cell) -> tuple[set[str], set[str]]:
     """The stages of ``cell`` that the environment of CI runs, and the words of its other commands."""
     environment = dict(tox_ini()[f"testenv:{name}"])
@@ -51,7 +57,7 @@ def of_ci(name: str, cell: cells.Cell) -> tuple[set[str], set[str]]:
     stages, *others = environment["commands"].strip().splitlines()
     chosen = re.fullmatch(rf"python -m matrix cell {cell.name} --stages (\S+) \{{posargs\}}", stages)
     assert chosen
-    assert name in (ROOT / ".ci" / "run").read_text(encoding="utf-8").partition(" -e ")[2]
+    assert name in ci_environments()
     return {*chosen[1].split(",")}, {word for other in others for word in other.split()}
 
 
@@ -82,6 +88,20 @@ def test_ci_runs_what_needs_a_compiler_in_the_newest_torch() -> None:
     marked = {name for name, text in texts.items() if "\n@pytest.mark.compilers\n" in text}
     assert len(marked) == 4
     assert marked <= others | {*stages["compile"].arguments}
+    assert others >= {"tests/test_ops_every.py", "matrix/checks/test_private_names.py"}
+
+
+def test_a_marked_test_runs_in_the_environment_of_its_mark() -> None:
+    """The unit tests leave out what has one of these marks, and nothing else."""
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    marks, tox = re.findall(r'^    "(\w+): .*; tox run -e \1 runs them",$', project, re.MULTILINE), tox_ini()
+    assert tox["testenv:tests"]["quick"] == f'-m "{" and ".join(f"not {mark}" for mark in marks)}"'
+    for mark in marks:
+        assert tox[f"testenv:{mark}"]["commands"].startswith(f"pytest tests -m {mark} ")
+    workflow = (ROOT / ".github" / "workflows" / "matrix.yml").read_text(encoding="utf-8")
+    (jobs,) = re.findall(r"run: tox run -e (\S*tests\S*)", workflow)
+    assert {*marks, "tests", "convergence"} <= {*jobs.split(",")}
+    assert {*marks} - {"compilers"} <= {*ci_environments()}
 
 
 def test_a_cell_is_called_what_it_pins() -> None:
